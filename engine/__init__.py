@@ -1,0 +1,1 @@
+"""Requests, lanes, the ring, its policies, and the loop that steps them."""

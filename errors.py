@@ -1,0 +1,16 @@
+"""The one exception a caller needs to catch."""
+
+from __future__ import annotations
+
+
+class RingkvError(ValueError):
+    """Something the caller can mend: an option, a checkpoint, a prompt.
+
+    The message is one line that names the field, what was given and what is accepted; the command line prints it
+    as it is and exits with code 2.
+    """
+
+    @classmethod
+    def bad(cls, field: str, given: object, accepted: str) -> RingkvError:
+        """The error for a value that is not accepted: ``RingkvError.bad("window", 0, "an int >= 1")``."""
+        return cls(f"{field} = {given!r}: accepted is {accepted}")
