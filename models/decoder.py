@@ -1,0 +1,162 @@
+"""One decoder for every family: flags in ``ModelConfig``, not a file a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ringkv.kernels.norm import add_rms_norm
+from ringkv.kernels.rotate import split_rotate
+from ringkv.kernels.silu import silu_mul
+from ringkv.models.config import ModelConfig
+from ringkv.models.rope import Rope
+
+# Rows of a long prompt that go through an MLP at once: bounds its activations, which are the widest tensors of a prefill.
+MLP_ROWS = 1024
+
+Angles = tuple[Tensor, Tensor]  # cos, sin [n, D/2] float32
+
+
+@dataclass
+class Linear:
+    """``x @ weight.T + bias``."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass
+class Mlp:
+    """The gated MLP; gate and up are one product."""
+
+    gate_up: Linear
+    down: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+@dataclass
+class Layer:
+    """The weights of one decoder layer; q, k and v are one product."""
+
+    index: int
+    input_norm: Tensor
+    qkv: Linear
+    qk_norms: tuple[Tensor, Tensor] | None
+    o: Linear
+    mlp_norm: Tensor
+    mlp: Mlp
+
+
+# Called once a layer with the layer and its fused projection [n, (Hq + 2H) * D]; returns the heads' outputs [n, Hq * D].
+# This is all a decoder knows of a cache.
+Attention = Callable[[Layer, Tensor], Tensor]
+
+
+class Decoder:
+    """A Llama-family decoder: parameters, and the arithmetic around an attention that the caller supplies.
+
+    Args:
+        config: what to build.
+        device, dtype: where the parameters live and what they are; also the type of the activations.
+
+    The parameters are allocated, not set: fill every view of ``destinations()``.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.device, self.dtype = config, device, dtype
+        self._destinations: dict[str, Tensor] = {}
+        self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, device)
+        self.embedding = self._parameter((config.vocab_size, config.hidden_size), "model.embed_tokens.weight")
+        self.layers = [self._layer(index) for index in range(config.layers)]
+        self.norm = self._parameter((config.hidden_size,), "model.norm.weight")
+        self.head = Linear(
+            self.embedding
+            if config.tie_embeddings
+            else self._parameter((config.vocab_size, config.hidden_size), "lm_head.weight")
+        )
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Every tensor that a checkpoint must hold, by name, with the view that it fills."""
+        return dict(self._destinations)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(view.nbytes for view in self._destinations.values())
+
+    def angles(self, position: Tensor, length: Tensor | int | None = None) -> list[Angles]:
+        """What each layer's ``rotate`` takes, for tokens at ``position`` [n] of a text of ``length`` tokens."""
+        return [self.rope.cos_sin(position, length)] * self.config.layers
+
+    def split(self, layer: Layer, qkv: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+        """q [n, Hq, D] and k [n, H, D] after norm and RoPE, and v [n, H, D]."""
+        c = self.config
+        return split_rotate(qkv, layer.qk_norms, c.rms_eps, *angles, c.heads, c.kv_heads)
+
+    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
+        """Token ids [n] -> hidden states after the last norm [n, hidden]."""
+        eps = self.config.rms_eps
+        x, delta = F.embedding(ids, self.embedding), None
+        for layer in self.layers:
+            x, h = add_rms_norm(x, delta, layer.input_norm, eps)
+            delta = layer.o(attention(layer, layer.qkv(h)))
+            x, h = add_rms_norm(x, delta, layer.mlp_norm, eps)
+            delta = layer.mlp(h) if len(h) <= MLP_ROWS else torch.cat([layer.mlp(rows) for rows in h.split(MLP_ROWS)])
+        return add_rms_norm(x, delta, self.norm, eps)[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [n, hidden] -> logits [n, vocab], float32 at least."""
+        return self.head(hidden).to(torch.promote_types(self.dtype, torch.float32))
+
+    def _parameter(self, shape: tuple[int, ...], name: str) -> Tensor:
+        self._destinations[name] = torch.empty(shape, device=self.device, dtype=self.dtype)
+        return self._destinations[name]
+
+    def _linear(self, prefix: str, outputs: dict[str, int], inputs: int, bias: bool) -> Linear:
+        """One product for several named projections; each name gets its rows of it."""
+        rows = sum(outputs.values())
+        weight = torch.empty(rows, inputs, device=self.device, dtype=self.dtype)
+        linear = Linear(weight, torch.empty(rows, device=self.device, dtype=self.dtype) if bias else None)
+        start = 0
+        for name, size in outputs.items():
+            self._destinations[f"{prefix}.{name}.weight"] = weight[start : start + size]
+            if linear.bias is not None:
+                self._destinations[f"{prefix}.{name}.bias"] = linear.bias[start : start + size]
+            start += size
+        return linear
+
+    def _mlp(self, prefix: str, intermediate: int) -> Mlp:
+        c = self.config
+        return Mlp(
+            self._linear(prefix, {"gate_proj": intermediate, "up_proj": intermediate}, c.hidden_size, c.mlp_bias),
+            self._linear(prefix, {"down_proj": c.hidden_size}, intermediate, c.mlp_bias),
+        )
+
+    def _layer(self, index: int) -> Layer:
+        c, prefix = self.config, f"model.layers.{index}"
+        attn = f"{prefix}.self_attn"
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        norms = None
+        if c.qk_norm:
+            norms = (
+                self._parameter((c.head_dim,), f"{attn}.q_norm.weight"),
+                self._parameter((c.head_dim,), f"{attn}.k_norm.weight"),
+            )
+        return Layer(
+            index=index,
+            input_norm=self._parameter((c.hidden_size,), f"{prefix}.input_layernorm.weight"),
+            qkv=self._linear(attn, {"q_proj": q, "k_proj": kv, "v_proj": kv}, c.hidden_size, c.qkv_bias),
+            qk_norms=norms,
+            o=self._linear(attn, {"o_proj": c.hidden_size}, q, c.o_bias),
+            mlp_norm=self._parameter((c.hidden_size,), f"{prefix}.post_attention_layernorm.weight"),
+            mlp=self._mlp(f"{prefix}.mlp", c.intermediate_size),
+        )
