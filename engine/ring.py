@@ -1,0 +1,304 @@
+"""The KV ring: fixed storage, tables of slots, and the eviction that writes only the tables.
+
+Keys and values are written once and never moved. ``order`` says where each token lies; an eviction is a stable partition
+of it, so the next tokens overwrite the victims in place. Nothing here reads the device: what the host must know (counts,
+spans) it mirrors, since every change follows from what it launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringkv.engine.config import RingConfig
+from ringkv.engine.live import Live
+from ringkv.engine.policies import Policy
+from ringkv.kernels.append import append, value_range
+from ringkv.kernels.attention import decode_attention
+from ringkv.kernels.select import lowest, partition
+from ringkv.models.config import ModelConfig
+
+SCRATCH_BYTES = 64 << 20
+
+
+class Ring:
+    """The KV storage of B lanes, and its tables.
+
+    Attributes (L layers, B lanes, H KV heads, Hq query heads, S capacity, W window, D head dim):
+        k, v: [L, B, H, S, D]; keys after norm and RoPE at their absolute position.
+        position: int32 [L, B, H, S]; -1 is empty or evicted, and invisible.
+        order: int32 [L, B, H, S], a permutation of the slots: the first ``count`` are live in position order, the rest
+            are written next.
+        v_range: float32 [L, B, H, S], max - min of the stored value vector.
+        queries: [L, B, Hq, W, D], the last queries; that of position p at p mod W.
+        count, evictions: int32 [L, B]. seen, seed, sample, pin, next_token: int64 [B]. active: bool [B].
+        counts, spans: the host's mirrors, int [L, B]: live tokens, and how many of the first slots were ever written.
+    """
+
+    def __init__(self, model: ModelConfig, config: RingConfig, lanes: int, device: torch.device, dtype: torch.dtype) -> None:
+        assert isinstance(config.policy, Policy)
+        self.config, self.policy = config, config.policy
+        self.layers, self.lanes, self.kv_heads, self.heads = model.layers, lanes, model.kv_heads, model.heads
+        slots = (model.layers, lanes, model.kv_heads, config.capacity)
+        queries = (model.layers, lanes, model.heads, config.window, model.head_dim)
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        # Zeroed, so that what an invisible slot holds is finite.
+        self.k = zeros(*slots, model.head_dim, dtype=dtype)
+        self.v = zeros(*slots, model.head_dim, dtype=dtype)
+        self.position = zeros(*slots, dtype=torch.int32).fill_(-1)
+        self.order = zeros(*slots, dtype=torch.int32)
+        self.order += torch.arange(config.capacity, dtype=torch.int32, device=device)
+        self.v_range = zeros(*slots, dtype=torch.float32)
+        self.queries = zeros(*queries, dtype=dtype)
+        self.count = zeros(model.layers, lanes, dtype=torch.int32)
+        self.evictions = zeros(model.layers, lanes, dtype=torch.int32)
+        self.seen, self.seed, self.sample, self.pin, self.next_token = (zeros(lanes, dtype=torch.int64) for _ in range(5))
+        self.active = zeros(lanes, dtype=torch.bool)
+        self.scratch = torch.empty(SCRATCH_BYTES // 4, dtype=torch.float32, device=device)
+
+        self.counts = np.zeros((model.layers, lanes), dtype=np.int64)
+        self.spans = np.zeros((model.layers, lanes), dtype=np.int64)
+        self.evicted = np.zeros((model.layers, lanes), dtype=np.int64)
+        self._set_running([])
+        # The first row of each (lane, head) where a layer is seen as rows of slots, and of queries.
+        self._slot_base = torch.arange(lanes * self.kv_heads, device=device).view(lanes, self.kv_heads) * config.capacity
+        self._query_base = torch.arange(lanes * self.heads, device=device).view(lanes, self.heads) * config.window
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that is counted in ``nbytes``, by name."""
+        names = ("k", "v", "position", "order", "v_range", "queries", "count", "evictions")
+        names += ("seen", "seed", "sample", "pin", "next_token", "active")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values, tables and policy state, all lanes; scratch apart. Never changes."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    # -- a lane's life ---------------------------------------------------------------------------------------------
+
+    def reset(self, lane: int, seed: int, sample: int = 0, pin: int = 0) -> None:
+        """Empty a lane for a new request with this noise key, sample index and pinned span."""
+        self.stop(lane)
+        self.order[:, lane] = torch.arange(self.config.capacity, dtype=torch.int32, device=self.order.device)
+        self.position[:, lane] = -1
+        for table in (self.count, self.evictions):
+            table[:, lane] = 0
+        self.seen[lane] = self.next_token[lane] = 0
+        self.seed[lane] = seed - (1 << 64) if seed >= 1 << 63 else seed
+        self.sample[lane], self.pin[lane] = sample, pin
+        self.counts[:, lane] = self.spans[:, lane] = self.evicted[:, lane] = 0
+
+    def start(self, lane: int, seen: int) -> None:
+        """Let a prefilled lane take part in the steps."""
+        self.seen[lane] = seen
+        self._set_running([*self.running, lane])
+
+    def stop(self, lane: int) -> None:
+        """Keep a lane out of the steps; nothing of it is written any more."""
+        self._set_running([each for each in self.running if each != lane])
+
+    def _set_running(self, lanes: Iterable[int]) -> None:
+        self.running = sorted(set(lanes))
+        self.active.zero_()
+        self._lanes: Tensor | None = None
+        if len(self.running) == self.lanes:
+            self.active.fill_(True)
+        elif self.running:
+            self._lanes = torch.tensor(self.running, device=self.active.device)
+            self.active[self._lanes] = True
+
+    # -- one token a lane ------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Find the slots that this step writes, and mark them with their position, for all layers at once."""
+        base = self._slot_base + self.order.gather(3, self.count[:, :, None, None].expand(-1, -1, self.kv_heads, 1).long())[..., 0]
+        query = self._query_base + (self.seen % self.config.window)[:, None]
+        seen = self.seen[:, None].expand(-1, self.kv_heads)
+        if self._lanes is not None:
+            base, query, seen = base[:, self._lanes], query[self._lanes], seen[self._lanes]
+        self._rows, self._query_rows = base.flatten(1), query.flatten()  # [L, b * H], [b * Hq]
+        marks = seen.flatten().to(torch.int32).expand(self.layers, -1)
+        self.position.view(self.layers, -1).scatter_(1, self._rows, marks)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write one token a running lane into a layer, and attend to what is live in it.
+
+        Args:
+            q: [B, Hq, D]; k, v: [B, H, D]; rows of lanes that do not run are ignored.
+
+        Returns:
+            [B, Hq, D]; zeros for a lane that does not run.
+        """
+        rows = self._rows[layer]
+        append(rows, self._query_rows, self._lanes, q, k, v, self.k[layer], self.v[layer], self.v_range[layer], self.queries[layer])
+        written = np.zeros(self.lanes, dtype=np.int64)
+        written[self.running] = np.maximum(self.spans[layer], self.counts[layer] + 1)[self.running]
+        return decode_attention(q, self.k[layer], self.v[layer], self.position[layer], written.tolist())
+
+    def end_step(self) -> None:
+        """Count the token that every running lane has written, and evict where a layer is now full."""
+        self.count += self.active
+        self.seen += self.active
+        self.counts[:, self.running] += 1
+        self.spans = np.maximum(self.spans, self.counts)
+        if self.policy.evicts:
+            due = [(int(layer), int(lane)) for layer, lane in np.argwhere(self.counts == self.config.capacity)]
+            for group in self._groups(due):
+                self._evict(group)
+
+    def _groups(self, pairs: list[tuple[int, int]]) -> Iterable[list[tuple[int, int]]]:
+        # Order, position, range, priority, noise and sorts: about twenty words a live token at once.
+        size = max(1, SCRATCH_BYTES // (self.kv_heads * self.config.capacity * 160))
+        return (pairs[start : start + size] for start in range(0, len(pairs), size))
+
+    def live(self, pairs: list[tuple[int, int]]) -> Live:
+        """The live tokens of some pairs that hold equally many, for a policy."""
+        index = torch.tensor(pairs, device=self.order.device)
+        layer, lane = index[:, 0], index[:, 1]
+        n = int(self.counts[pairs[0]])
+        slot = self.order[layer, lane, :, :n].long()
+        return Live(
+            position=self.position[layer, lane].gather(2, slot).long(),
+            v_range=self.v_range[layer, lane].gather(2, slot),
+            slot=slot,
+            k=self.k,
+            v=self.v,
+            queries=self.queries,
+            last_query=self.queries,
+            pairs=pairs,
+            layer=layer,
+            seed=self.seed[lane],
+            sample=self.sample[lane],
+            eviction=self.evictions[layer, lane].long() + 1,
+            window=self.config.window,
+            budget=self.config.budget,
+            sinks=self.config.sinks,
+            pin=self.pin[lane],
+            scratch=self.scratch,
+            state={},
+        )
+
+    def _evict(self, pairs: list[tuple[int, int]]) -> None:
+        """Free ``window`` slots a head in pairs that are full: slot numbers and marks only."""
+        live = self.live(pairs)
+        victim = lowest(self.policy.priority(live), live.protected, self.config.window)
+        whole = torch.cat((victim, torch.zeros_like(victim[..., : self.config.window])), dim=-1)
+        slot = live.slot.gather(2, partition(whole))
+        layer, lane = live.layer, torch.tensor([lane for _, lane in pairs], device=slot.device)
+        self.order[layer, lane] = slot.int()
+        position = self.position[layer, lane]
+        self.position[layer, lane] = position.scatter_(2, slot[..., self.config.budget :], -1)
+        self.count[layer, lane] -= self.config.window
+        self.evictions[layer, lane] += 1
+        for pair in pairs:
+            self.counts[pair] -= self.config.window
+            self.evicted[pair] += 1
+
+    # -- a prompt --------------------------------------------------------------------------------------------------
+
+    def admit(self, layer: int, lane: int, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None) -> None:
+        """Write what is retained of a prompt's layer into a fresh lane, in position order, slots 0 .. c-1.
+
+        Args:
+            q: [n, Hq, D]; k, v: [n, H, D], all of the prompt.
+            kept: bool [n], what retention keeps, or None for all. Sinks, pins and the last window tokens are added. A set
+                that would fill the ring is ranked down to the budget by the policy.
+        """
+        n, config = len(k), self.config
+        position = torch.arange(n, device=k.device)
+        if kept is not None:
+            protected = (position < config.sinks) | (position < self.pin[lane]) | (position >= n - config.window)
+            position = position[kept | protected]
+        slot = position.expand(self.kv_heads, -1)  # [H, c]
+        keys, values = k.transpose(0, 1).to(self.k.dtype), v.transpose(0, 1).to(self.v.dtype)  # [H, n, D]
+        v_range = value_range(values)
+        if self.policy.evicts and slot.shape[1] >= config.capacity:
+            slot = self._rank_down(layer, lane, slot, q, keys, values, v_range)
+        c = slot.shape[1]
+        rows = slot[..., None].expand(-1, -1, keys.shape[-1])
+        self.k[layer, lane, :, :c] = keys.gather(1, rows)
+        self.v[layer, lane, :, :c] = values.gather(1, rows)
+        self.v_range[layer, lane, :, :c] = v_range.gather(1, slot)
+        self.position[layer, lane, :, :c] = slot.int()
+        recent = torch.arange(max(0, n - config.window), n, device=k.device)
+        self.queries[layer, lane, :, recent % config.window] = q[recent].transpose(0, 1).to(self.queries.dtype)
+        self.count[layer, lane] = c
+        self.counts[layer, lane] = self.spans[layer, lane] = c
+
+    def _rank_down(
+        self, layer: int, lane: int, slot: Tensor, q: Tensor, keys: Tensor, values: Tensor, v_range: Tensor
+    ) -> Tensor:
+        """The ``budget`` positions [H, budget] of a retained set [H, c] that the policy keeps."""
+        config = self.config
+        window_queries = q[-config.window :].transpose(0, 1)[None, None]
+        live = Live(
+            position=slot[None],
+            v_range=v_range.gather(1, slot)[None],
+            slot=slot[None],
+            k=keys[None, None],
+            v=values[None, None],
+            queries=window_queries,
+            last_query=window_queries[..., -1:, :],
+            pairs=[(0, 0)],
+            layer=torch.tensor([layer], device=slot.device),
+            seed=self.seed[lane, None],
+            sample=torch.zeros_like(self.sample[lane, None]),
+            eviction=torch.zeros_like(self.seed[lane, None]),
+            window=config.window,
+            budget=config.budget,
+            sinks=config.sinks,
+            pin=self.pin[lane, None],
+            scratch=self.scratch,
+            state={},
+        )
+        victim = lowest(self.policy.priority(live), live.protected, slot.shape[1] - config.budget)[0]
+        kept = partition(torch.cat((victim, torch.zeros_like(victim[:, : config.window])), dim=-1))
+        return slot.gather(1, kept[:, : config.budget])
+
+    def copy_lane(self, source: int, target: int) -> None:
+        """Make a lane that does not run a copy of another, its sample index apart."""
+        for name, tensor in self.tensors().items():
+            if name in ("k", "v", "position", "order", "v_range", "queries", "count", "evictions"):
+                tensor[:, target] = tensor[:, source]
+            elif name != "sample":
+                tensor[target] = tensor[source]
+        for mirror in (self.counts, self.spans, self.evicted):
+            mirror[:, target] = mirror[:, source]
+
+    # -- the invariants --------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Assert what must hold after every step, reading the device.
+
+        Raises:
+            AssertionError: naming the invariant, the layer and the lane.
+        """
+        config = self.config
+        slots = torch.arange(config.capacity, dtype=torch.int32, device=self.order.device)
+        assert torch.equal(self.order.sort(-1).values, slots.expand_as(self.order)), "order is not a permutation of the slots"
+        assert (self.count.cpu().numpy() == self.counts).all(), "the host's counts differ from the device's"
+        assert (self.evictions.cpu().numpy() == self.evicted).all(), "the host's evictions differ from the device's"
+        position = self.position.gather(3, self.order.long())
+        for layer in range(self.layers):
+            for lane in range(self.lanes):
+                where, count, seen = f"layer {layer}, lane {lane}", int(self.counts[layer, lane]), int(self.seen[lane])
+                assert count <= config.capacity, f"{where}: {count} live tokens, capacity {config.capacity}"
+                live, free = position[layer, lane, :, :count], position[layer, lane, :, count:]
+                assert (free == -1).all(), f"{where}: a free slot is marked live"
+                assert (live >= 0).all(), f"{where}: a live slot is marked free"
+                assert (live.diff(dim=-1) > 0).all(), f"{where}: live positions do not ascend"
+                if not count:
+                    continue
+                assert (live < seen).all(), f"{where}: a live position lies in the future"
+                head = min(max(config.sinks, int(self.pin[lane])), seen)
+                assert (live[:, :head] == slots[:head]).all(), f"{where}: a sink or pinned token is gone"
+                recent = min(config.window, seen)
+                wanted = torch.arange(seen - recent, seen, device=live.device)
+                assert (live[:, count - recent :] == wanted).all(), f"{where}: a window token is gone"

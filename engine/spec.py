@@ -1,0 +1,67 @@
+"""Objects named by a short text: ``"refreekv:threshold=0.05"`` -> ``ReFreeKV(threshold=0.05)``."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from ringkv.errors import RingkvError
+
+T = TypeVar("T")
+
+
+def parse_spec(kind: str, text: str, table: Mapping[str, type[T]]) -> T:
+    """Build the dataclass that ``text`` names, with the fields it sets.
+
+    Args:
+        kind: what is being named ("policy", "retention"), for messages.
+        text: ``name`` or ``name:field=value,field=value``.
+        table: name -> frozen dataclass.
+
+    Raises:
+        RingkvError: an unknown name or field, or a value that is not of the field's type, with the valid ones.
+    """
+    name, _, rest = text.partition(":")
+    if name not in table:
+        raise RingkvError.bad(kind, name, ", ".join(table))
+    cls: Any = table[name]
+    types = typing.get_type_hints(cls)
+    fields = {field.name: types[field.name] for field in dataclasses.fields(cls)}
+    given: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        field, equals, value = item.partition("=")
+        if not equals or field not in fields:
+            accepted = ", ".join(f"{known}=..." for known in fields) or "no field at all"
+            raise RingkvError.bad(f"{kind} {name}", item, accepted)
+        if field in given:
+            raise RingkvError(f"{kind} {name}: {field} is given twice")
+        given[field] = _value(f"{kind} {name}: {field}", value, fields[field])
+    return cls(**given)
+
+
+def describe(value: Any) -> str:
+    """The text that ``parse_spec`` reads back: the name, then every field of the object."""
+    fields = ",".join(
+        f"{field.name}={getattr(value, field.name)}".lower() for field in dataclasses.fields(value) if field.init
+    )
+    return f"{value.name}:{fields}" if fields else value.name
+
+
+def _value(field: str, text: str, kind: Any) -> Any:
+    allowed = typing.get_args(kind) or (kind,)
+    if text.lower() == "none" and type(None) in allowed:
+        return None
+    if bool in allowed and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        if number in allowed:
+            try:
+                return number(text)
+            except ValueError:
+                continue
+    if str in allowed:
+        return text
+    names = " or ".join(getattr(each, "__name__", str(each)).replace("NoneType", "none") for each in allowed)
+    raise RingkvError.bad(field, text, names)
