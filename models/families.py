@@ -1,0 +1,110 @@
+"""The supported model types: what each fixes, what an absent key means in it, and the keys that change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Family:
+    """One ``model_type``; the defaults are those of transformers' configuration class.
+
+    Attributes:
+        architecture: the class that its checkpoints name.
+        max_position: absent max_position_embeddings.
+        kv_heads: absent num_key_value_heads; None: as many as query heads.
+        head_dim: absent head_dim; None: hidden_size / num_attention_heads.
+        attention_bias, mlp_bias: None where the key of that name decides, else the value that every model has.
+        window: absent sliding_window.
+        window_flag: whether use_sliding_window must be true for a window to count.
+        window_scope: the keys that say which layers a window covers.
+    """
+
+    architecture: str
+    max_position: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    theta: float = 10000.0
+    tie: bool = False
+    qk_norm: bool = False
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = False
+    window: int | None = None
+    window_flag: bool = True
+    window_scope: tuple[str, ...] = ()
+    nope: bool = False
+    moe: bool = False
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", 2048, mlp_bias=None, window_flag=False),
+    "mistral": Family("MistralForCausalLM", 131072, kv_heads=8, attention_bias=False, window=4096, window_flag=False),
+    # The biases of q, k and v are part of the architecture; there is no key for them.
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        32768,
+        kv_heads=32,
+        attention_bias=True,
+        window=4096,
+        window_scope=("layer_types", "max_window_layers"),
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        32768,
+        kv_heads=32,
+        head_dim=128,
+        qk_norm=True,
+        window=4096,
+        window_scope=("layer_types", "max_window_layers"),
+    ),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", 32768, kv_heads=4, qk_norm=True, window=4096, moe=True),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        32768,
+        kv_heads=4,
+        theta=2000000.0,
+        tie=True,
+        mlp_bias=None,
+        window_scope=("layer_types",),
+        nope=True,
+    ),
+}
+
+# What a key must say, if it is there, because anything else is another model.
+FIXED: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1, 1.0),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "is_causal": (True,),
+    "use_mrope": (False,),
+    "rope_interleaved": (False,),
+    "use_qk_norm": (False,),
+    "pruned_heads": ({}, []),
+}
+
+_PROVENANCE = """
+    _name_or_path _commit_hash transformers_version transformers.js_config architectures finetuning_task
+    is_llama_config is_decoder unsloth_fixed unsloth_version task_specific_params tokenizer_class prefix
+"""
+_TRAINING = """
+    initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop output_router_logits
+    router_aux_loss_coef pretraining_tp problem_type id2label label2id num_labels tf_legacy_loss torchscript
+    use_bfloat16 gradient_checkpointing
+"""
+_RUNTIME = """
+    use_cache output_attentions output_hidden_states return_dict return_dict_in_generate output_scores
+    chunk_size_feed_forward attn_implementation _attn_implementation _attn_implementation_autoset
+    _flash_attn_2_enabled tie_encoder_decoder cross_attention_hidden_size max_sequence_length model_max_length
+"""
+_TOKENS = "bos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id"
+# transformers 4 wrote the defaults of generation into config.json; those that count are in generation_config.json.
+_GENERATION = """
+    do_sample temperature top_k top_p typical_p min_length max_length max_new_tokens num_beams num_beam_groups
+    num_return_sequences diversity_penalty repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size early_stopping bad_words_ids forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+"""
+
+# Keys that change no logit of these families, and no default of ours.
+HARMLESS = frozenset(" ".join((_PROVENANCE, _TRAINING, _RUNTIME, _TOKENS, _GENERATION)).split())
