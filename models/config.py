@@ -77,8 +77,10 @@ class ModelConfig:
         return self.heads // self.kv_heads
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+    def from_hf(cls, config: Mapping[str, Any] | ModelConfig) -> ModelConfig:
         """The decoder that the keys of a ``config.json`` describe, in the layout of transformers 4 or 5.
+
+        A ModelConfig is returned as it is.
 
         An absent key means what transformers' configuration class of the family says, except for the five sizes
         that no configuration leaves out. Every key is read, known to change nothing (``families.HARMLESS``), or
@@ -87,6 +89,8 @@ class ModelConfig:
         Raises:
             RingkvError: a key that is missing, out of range, contradictory or not supported; it is named.
         """
+        if isinstance(config, ModelConfig):
+            return config
         keys = Keys(config)
         model_type = keys.choice("model_type", tuple(FAMILIES))
         family = FAMILIES[model_type]

@@ -14,6 +14,8 @@ from ringkv.errors import RingkvError
 # JSON files of a checkpoint are kilobytes, the index of a huge mixture a few megabytes.
 _MAX_JSON_BYTES = 64 << 20
 _MISSING: Any = object()
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 160
 
 
 class Keys:
@@ -103,7 +105,7 @@ def refusal(field: str, given: object, accepted: str) -> RingkvError:
 
 def short(value: object) -> str:
     """A value from a file, fit for one line."""
-    return reprlib.repr(value)
+    return _REPR.repr(value)
 
 
 def read_json(path: Path) -> dict[str, Any]:

