@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from ringkv.kernels.norm import add_rms_norm
 from ringkv.kernels.rotate import split_rotate
 from ringkv.kernels.silu import silu_mul
-from ringkv.models.config import ModelConfig
+from ringkv.models.config import ModelConfig, MoeConfig
+from ringkv.models.moe import SparseMlp
 from ringkv.models.rope import Rope
 
 # Rows of a long prompt that go through an MLP at once: bounds its activations, which are the widest tensors of a prefill.
@@ -53,7 +54,7 @@ class Layer:
     qk_norms: tuple[Tensor, Tensor] | None
     o: Linear
     mlp_norm: Tensor
-    mlp: Mlp
+    mlp: Mlp | SparseMlp
 
 
 # Called once a layer with the layer and its fused projection [n, (Hq + 2H) * D]; returns the heads' outputs [n, Hq * D].
@@ -95,7 +96,11 @@ class Decoder:
 
     def angles(self, position: Tensor, length: Tensor | int | None = None) -> list[Angles]:
         """What each layer's ``rotate`` takes, for tokens at ``position`` [n] of a text of ``length`` tokens."""
-        return [self.rope.cos_sin(position, length)] * self.config.layers
+        rotated, layers = self.rope.cos_sin(position, length), range(self.config.layers)
+        if not self.config.nope_layers:
+            return [rotated for _ in layers]
+        still = (torch.ones_like(rotated[0]), torch.zeros_like(rotated[1]))
+        return [still if index in self.config.nope_layers else rotated for index in layers]
 
     def split(self, layer: Layer, qkv: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """q [n, Hq, D] and k [n, H, D] after norm and RoPE, and v [n, H, D]."""
@@ -141,6 +146,18 @@ class Decoder:
             self._linear(prefix, {"down_proj": c.hidden_size}, intermediate, c.mlp_bias),
         )
 
+    def _sparse_mlp(self, prefix: str, moe: MoeConfig) -> SparseMlp:
+        hidden, size = self.config.hidden_size, moe.intermediate_size
+        gate_up = torch.empty(moe.experts, 2 * size, hidden, device=self.device, dtype=self.dtype)
+        down = torch.empty(moe.experts, hidden, size, device=self.device, dtype=self.dtype)
+        for expert in range(moe.experts):
+            name = f"{prefix}.experts.{expert}"
+            self._destinations[f"{name}.gate_proj.weight"] = gate_up[expert, :size]
+            self._destinations[f"{name}.up_proj.weight"] = gate_up[expert, size:]
+            self._destinations[f"{name}.down_proj.weight"] = down[expert]
+        router = self._parameter((moe.experts, hidden), f"{prefix}.gate.weight")
+        return SparseMlp(router, gate_up, down, moe.experts_per_token, moe.normalize)
+
     def _layer(self, index: int) -> Layer:
         c, prefix = self.config, f"model.layers.{index}"
         attn = f"{prefix}.self_attn"
@@ -151,6 +168,11 @@ class Decoder:
                 self._parameter((c.head_dim,), f"{attn}.q_norm.weight"),
                 self._parameter((c.head_dim,), f"{attn}.k_norm.weight"),
             )
+        mlp: Mlp | SparseMlp
+        if c.moe is not None and index in c.moe.layers:
+            mlp = self._sparse_mlp(f"{prefix}.mlp", c.moe)
+        else:
+            mlp = self._mlp(f"{prefix}.mlp", c.intermediate_size)
         return Layer(
             index=index,
             input_norm=self._parameter((c.hidden_size,), f"{prefix}.input_layernorm.weight"),
@@ -158,5 +180,5 @@ class Decoder:
             qk_norms=norms,
             o=self._linear(attn, {"o_proj": c.hidden_size}, q, c.o_bias),
             mlp_norm=self._parameter((c.hidden_size,), f"{prefix}.post_attention_layernorm.weight"),
-            mlp=self._mlp(f"{prefix}.mlp", c.intermediate_size),
+            mlp=mlp,
         )
