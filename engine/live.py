@@ -24,7 +24,7 @@ class Live:
         slot: int64 [P, H, n], where each token lies in ``k`` and ``v``.
         k, v: [L, B, H, S, D], the storage; slots are in no order. See ``keys`` and ``values``.
         queries: [L, B, Hq, w, D], the last w <= window queries, in no order.
-        last_query: [L, B, Hq, 1, D].
+        last: int64 [P], which of them is the last.
         pairs: the P (layer, lane) indices into the storage.
         layer: int64 [P], the model's layer (a prompt's storage holds one layer at index 0).
         seed, sample, eviction: int64 [P], the request's noise key and sample index, and which eviction this is (0 = prefill).
@@ -41,7 +41,7 @@ class Live:
     k: Tensor
     v: Tensor
     queries: Tensor
-    last_query: Tensor
+    last: Tensor
     pairs: list[tuple[int, int]]
     layer: Tensor
     seed: Tensor
@@ -93,9 +93,9 @@ class Live:
         Returns:
             float32 [P, Hq, c], or [P, H, c] with ``group_max``.
         """
-        queries = self.last_query if last_only else self.queries
+        only = self.last if last_only else None
         slot = self.slot[..., : self.candidates]
-        return window_attention(queries, self.k, slot, self.pairs, self.scratch, group_max)
+        return window_attention(self.queries, self.k, slot, self.pairs, self.scratch, only, group_max)
 
     def group_mean(self, per_query_head: Tensor) -> Tensor:
         """Mean over the query heads of each KV head: [P, Hq, c] -> [P, H, c]."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ringkv.engine.config import RingConfig
 from ringkv.engine.live import Live
-from ringkv.engine.policies import Policy
+from ringkv.engine.policies import as_policy
+from ringkv.engine.retention import as_retention
 from ringkv.kernels.append import append, value_range
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.select import lowest, partition
@@ -39,8 +40,8 @@ class Ring:
     """
 
     def __init__(self, model: ModelConfig, config: RingConfig, lanes: int, device: torch.device, dtype: torch.dtype) -> None:
-        assert isinstance(config.policy, Policy)
-        self.config, self.policy = config, config.policy
+        self.config, self.policy = config, as_policy(config.policy)
+        self.retention = as_retention(config.retention)
         self.layers, self.lanes, self.kv_heads, self.heads = model.layers, lanes, model.kv_heads, model.heads
         slots = (model.layers, lanes, model.kv_heads, config.capacity)
         queries = (model.layers, lanes, model.heads, config.window, model.head_dim)
@@ -126,6 +127,9 @@ class Ring:
         self._rows, self._query_rows = base.flatten(1), query.flatten()  # [L, b * H], [b * Hq]
         marks = seen.flatten().to(torch.int32).expand(self.layers, -1)
         self.position.view(self.layers, -1).scatter_(1, self._rows, marks)
+        written = np.zeros_like(self.spans)
+        written[:, self.running] = np.maximum(self.spans, self.counts + 1)[:, self.running]
+        self._written: list[list[int]] = written.tolist()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write one token a running lane into a layer, and attend to what is live in it.
@@ -138,9 +142,7 @@ class Ring:
         """
         rows = self._rows[layer]
         append(rows, self._query_rows, self._lanes, q, k, v, self.k[layer], self.v[layer], self.v_range[layer], self.queries[layer])
-        written = np.zeros(self.lanes, dtype=np.int64)
-        written[self.running] = np.maximum(self.spans[layer], self.counts[layer] + 1)[self.running]
-        return decode_attention(q, self.k[layer], self.v[layer], self.position[layer], written.tolist())
+        return decode_attention(q, self.k[layer], self.v[layer], self.position[layer], self._written[layer])
 
     def end_step(self) -> None:
         """Count the token that every running lane has written, and evict where a layer is now full."""
@@ -171,7 +173,7 @@ class Ring:
             k=self.k,
             v=self.v,
             queries=self.queries,
-            last_query=self.queries,
+            last=(self.seen[lane] - 1) % self.config.window,
             pairs=pairs,
             layer=layer,
             seed=self.seed[lane],
@@ -245,7 +247,7 @@ class Ring:
             k=keys[None, None],
             v=values[None, None],
             queries=window_queries,
-            last_query=window_queries[..., -1:, :],
+            last=torch.full_like(self.pin[lane, None], config.window - 1),
             pairs=[(0, 0)],
             layer=torch.tensor([layer], device=slot.device),
             seed=self.seed[lane, None],

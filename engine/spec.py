@@ -41,11 +41,16 @@ def parse_spec(kind: str, text: str, table: Mapping[str, type[T]]) -> T:
     return cls(**given)
 
 
+def fields_of(value: Any) -> dict[str, Any]:
+    """The fields of a policy or retention, by name; none for an object that is no dataclass."""
+    if not dataclasses.is_dataclass(value):
+        return {}
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
 def describe(value: Any) -> str:
     """The text that ``parse_spec`` reads back: the name, then every field of the object."""
-    fields = ",".join(
-        f"{field.name}={getattr(value, field.name)}".lower() for field in dataclasses.fields(value) if field.init
-    )
+    fields = ",".join(f"{name}={given}" for name, given in fields_of(value).items())
     return f"{value.name}:{fields}" if fields else value.name
 
 

@@ -14,6 +14,7 @@ def window_attention(
     order: Tensor,
     pairs: Sequence[tuple[int, int]],
     scratch: Tensor,
+    only: Tensor | None = None,
     group_max: bool = False,
 ) -> Tensor:
     """Mean over the queries of a = softmax over the candidates of q.k / sqrt(D), in float32.
@@ -24,13 +25,14 @@ def window_attention(
         order: int64 [P, H, c], the candidates' slots.
         pairs: the P (layer, lane) that the rows of ``order`` belong to.
         scratch: float32, one-dimensional; bounds what is materialised at once: heads and blocks of queries.
+        only: int64 [P], the one query to use in each pair; None uses all.
         group_max: take the largest q.k over the query heads of a KV head before the softmax (R-KV's importance).
 
     Returns:
         float32 [P, Hq, c], or [P, H, c] with ``group_max``.
     """
     kv_heads, candidates = order.shape[1:]
-    group, w = queries.shape[2] // kv_heads, queries.shape[3]
+    group, w = queries.shape[2] // kv_heads, 1 if only is not None else queries.shape[3]
     block = min(w, scratch.numel() // (group * candidates))
     if block == 0:
         raise MemoryError(f"one query over {candidates} candidates needs more than the scratch of {scratch.nbytes} bytes")
@@ -40,7 +42,10 @@ def window_attention(
     for p, (layer, lane) in enumerate(pairs):
         for head in range(kv_heads):
             keys = k[layer, lane, head].index_select(0, order[p, head]).to(torch.float32)
-            own = queries[layer, lane, head * group : (head + 1) * group].to(torch.float32) * k.shape[-1] ** -0.5
+            own = queries[layer, lane, head * group : (head + 1) * group]  # [G, w, D]
+            if only is not None:
+                own = own.index_select(1, only[p : p + 1])
+            own = own.to(torch.float32) * k.shape[-1] ** -0.5
             for start in range(0, w, block):
                 rows = own[:, start : start + block]  # [G, block, D]
                 logits = scratch[: rows.shape[0] * rows.shape[1] * candidates].view(*rows.shape[:2], candidates)

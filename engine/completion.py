@@ -1,0 +1,67 @@
+"""What a request gives back."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result of one request; ``to_dict`` is what ``--json`` prints.
+
+    Attributes:
+        text: the answer, without the token or string that ended it.
+        thinking: the thought before the answer; None where the model has none.
+        token_ids: every token, with the ending one.
+        finish_reason: "stop", "length", "repetition", "cancelled" or "error".
+        stop_reason: the id or string that ended it, or None.
+        sampling: name -> {value, source}, each effective value and where it came from.
+        error: {type, message} or None.
+        timing: seconds in the queue, in prefill and in decode, and tokens a second of decode.
+        dtype: of weights, computation and ring.
+        ring: what the ring did: sizes, evictions, what was retained.
+    """
+
+    text: str
+    thinking: str | None
+    token_ids: list[int]
+    prompt_tokens: int
+    completion_tokens: int
+    thinking_tokens: int
+    answer_tokens: int
+    finish_reason: str
+    stop_reason: int | str | None
+    repetition: dict[str, Any] | None
+    sampling: dict[str, dict[str, Any]]
+    logprobs: list[dict[str, Any]] | None
+    warnings: list[str]
+    error: dict[str, str] | None
+    timing: dict[str, float]
+    sample: int
+    model: str
+    dtype: dict[str, str]
+    backend: str
+    ring: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """A piece of text as it comes. The last event of a stream carries the completion.
+
+    Attributes:
+        text: may be empty, when a token did not complete a character.
+        channel: "thinking" or "answer".
+        token_ids: the tokens that this event reports.
+        completion: on the last event only.
+    """
+
+    text: str
+    channel: str = "answer"
+    token_ids: list[int] = field(default_factory=list)
+    completion: Completion | None = None

@@ -1,0 +1,411 @@
+"""The engine object: a decoder, a ring of some lanes, and the loop that serves requests with them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringkv.engine.completion import Completion, StreamEvent
+from ringkv.engine.config import RingConfig, SamplingParams
+from ringkv.engine.prompts import Prompt, Prompts
+from ringkv.engine.report import completion, failure
+from ringkv.engine.request import Generation, Request
+from ringkv.engine.ring import Ring
+from ringkv.engine.runner import Runner
+from ringkv.engine.sampling import Sampler
+from ringkv.errors import RingkvError
+from ringkv.models.config import ModelConfig
+from ringkv.models.decoder import Decoder
+from ringkv.models.tokenizer import Tokenizer
+from ringkv.models.weights import StateDictCheckpoint, load_weights, open_checkpoint
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+BACKENDS = ("auto", "torch")
+
+
+class Engine:
+    """A decoder with a KV ring, ready to generate.
+
+    Args:
+        model: a ``Decoder`` with its weights set, or a state dict under Hugging Face names together with ``config``.
+        tokenizer: needed for text; without one, prompts are token ids and results hold ids only.
+        config: for a state dict: a ``ModelConfig`` or the keys of config.json.
+        ring: size and policy of the ring.
+        lanes: sequences that run at once.
+        device: "auto" is the GPU if there is one.
+        dtype: "auto" is the checkpoint's own on a GPU and float32 on a CPU.
+        backend: "auto" or "torch".
+        seed: from it and the request's index a seed is drawn for requests without one.
+        threads: CPU threads while this engine computes; restored after each step.
+        generation_config: sampling defaults and ending tokens of the checkpoint.
+        name: what results call the model.
+
+    Raises:
+        RingkvError: an option, config or weight that is not accepted, by name.
+    """
+
+    def __init__(
+        self,
+        model: Decoder | Mapping[str, Tensor],
+        tokenizer: Tokenizer | None = None,
+        *,
+        config: ModelConfig | Mapping[str, Any] | None = None,
+        ring: RingConfig | None = None,
+        lanes: int = 1,
+        device: str = "auto",
+        dtype: str = "auto",
+        backend: str = "auto",
+        seed: int | None = None,
+        threads: int | None = None,
+        generation_config: Mapping[str, Any] | None = None,
+        name: str = "in-memory",
+    ) -> None:
+        ring = ring or RingConfig()
+        _check_options(lanes, backend, seed, threads)
+        if not isinstance(model, Decoder):
+            if config is None:
+                raise RingkvError("config: a state dict needs its config, a ModelConfig or the keys of config.json")
+            checkpoint = StateDictCheckpoint(model, config)
+            model = _decoder(ModelConfig.from_hf(checkpoint.config), device, dtype)
+            load_weights(model, checkpoint)
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.lanes, self.seed, self.threads = lanes, seed, threads
+        self.generation_config = dict(generation_config or {})
+        vocabulary = model.config.vocab_size
+        if tokenizer is not None:
+            vocabulary = min(vocabulary, tokenizer.size)
+        self.ring = Ring(model.config, ring, lanes, model.device, model.dtype)
+        self._runner = Runner(model, self.ring, Sampler(lanes, vocabulary, model.device))
+        self.prompts = Prompts(model.config, tokenizer, self.generation_config, ring, seed)
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+        self._cancelled: set[int] = set()
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str] = "smollm2",
+        *,
+        ring: RingConfig | None = None,
+        lanes: int = 1,
+        device: str = "auto",
+        dtype: str = "auto",
+        backend: str = "auto",
+        revision: str | None = None,
+        seed: int | None = None,
+        threads: int | None = None,
+    ) -> Engine:
+        """Load a checkpoint: a folder of safetensors, a .gguf file, a hub id, or the alias "smollm2".
+
+        Raises:
+            RingkvError: what is not found, not understood or not accepted, by name.
+        """
+        _check_options(lanes, backend, seed, threads)
+        checkpoint = open_checkpoint(model, revision=revision)
+        decoder = _decoder(ModelConfig.from_hf(checkpoint.config), device, dtype)
+        load_weights(decoder, checkpoint)
+        return cls(
+            decoder,
+            checkpoint.tokenizer(),
+            ring=ring,
+            lanes=lanes,
+            backend=backend,
+            seed=seed,
+            threads=threads,
+            generation_config=checkpoint.generation_config,
+            name=checkpoint.name,
+        )
+
+    # -- generation ------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+    ) -> Any:
+        """Generate to the end.
+
+        Args:
+            prompts: a text (one user message), a list of messages, a list of token ids, or a list of any of these.
+            params: for all, or one for each prompt.
+            raw: take texts as they are, without the chat template.
+
+        Returns:
+            A ``Completion`` for one prompt, a list in order for a list; with n > 1 a flat list, samples adjacent.
+
+        Raises:
+            RingkvError: a lone prompt that is refused. In a list its completion carries ``error``.
+        """
+        if not self.prompts.is_batch(prompts):
+            return self._generate_one(prompts, params, raw)
+        results = dict(self._iterate(self._prepare_all(prompts, params, raw)))
+        return [results[index] for index in sorted(results)]
+
+    def _generate_one(self, prompt: Any, params: Any, raw: bool) -> Completion:
+        requests = self.prompts.prepare(prompt, _one(params), index=0, raw=raw)
+        (result,) = (completion for _, completion in self._iterate(requests))
+        return result
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+    ) -> Iterator[StreamEvent]:
+        """Generate from one prompt, an event a token; the last one carries the completion. Closing it cancels."""
+        if self.prompts.is_batch(prompt):
+            raise RingkvError("stream: one prompt at a time; use iterate or generate for a list")
+        requests = self.prompts.prepare(prompt, _one(params), index=0, raw=raw)
+        return self._events(requests)
+
+    def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:
+        with closing(self._run(requests)) as run:
+            for _, event in run:
+                yield event
+
+    def iterate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+    ) -> Iterator[tuple[int, Completion]]:
+        """(index, completion) of each prompt as it finishes. Closing it cancels what still runs."""
+        return self._iterate(self._prepare_all(prompts, params, raw))
+
+    def cancel(self, index: int) -> None:
+        """End the request with this index of the call that runs; its completion says "cancelled"."""
+        self._cancelled.add(index)
+
+    def score(self, ids: Sequence[int], seeds: Sequence[int] | None = None) -> Tensor:
+        """Log-probability of each token after the first, under the ring: fed singly, evicting as decode does.
+
+        Args:
+            ids: n >= 2 token ids; ids[0] is prefilled.
+            seeds: one run a seed, as many at once as there are lanes.
+
+        Returns:
+            float32 [n - 1], or [len(seeds), n - 1].
+        """
+        ids = self.prompts.check_ids(ids)
+        if len(ids) < 2:
+            raise RingkvError.bad("ids", ids, "two tokens or more")
+        if not self.ring.policy.evicts and len(ids) - 1 > self.ring.config.capacity:
+            raise RingkvError(f"ids: {len(ids) - 1} tokens to read, capacity is {self.ring.config.capacity} (policy full)")
+        with self._exclusive():
+            wanted = list(seeds) if seeds is not None else [self.seed or 0]
+            rows = [
+                self._score(ids, wanted[start : start + self.lanes]) for start in range(0, len(wanted), self.lanes)
+            ]
+        scores = torch.cat(rows).cpu()
+        return scores if seeds is not None else scores[0]
+
+    def _score(self, ids: list[int], seeds: list[int]) -> Tensor:
+        ring, runner = self.ring, self._runner
+        lanes = range(len(seeds))
+        try:
+            with self._threads():
+                for lane, seed in zip(lanes, seeds, strict=True):
+                    ring.reset(lane, seed)
+                    logits = runner.prefill(lane, ids[:1])
+                logits = logits.expand(len(seeds), -1)
+                scores = []
+                for token in ids[1:]:
+                    scores.append(logits.log_softmax(-1)[:, token])
+                    if len(scores) < len(ids) - 1:
+                        fed = torch.full((ring.lanes,), token, device=self.model.device)
+                        logits = runner.forward(fed)[: len(seeds)]
+            return torch.stack(scores, dim=1)
+        finally:
+            self._stop_all()
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    def update_weights(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Replace every weight in place, for training loops; names as in the checkpoint.
+
+        Raises:
+            RingkvError: names or shapes that do not fit; nothing is written then.
+        """
+        with self._exclusive():
+            load_weights(self.model, StateDictCheckpoint(state_dict, self.model.config))
+
+    def plan(self) -> dict[str, int]:
+        """Bytes that this engine holds: weights, ring and scratch."""
+        return {
+            "weights_bytes": self.model.nbytes,
+            "ring_bytes": self.ring.nbytes,
+            "scratch_bytes": self.ring.scratch.nbytes,
+        }
+
+    def close(self) -> None:
+        """Free everything. The engine cannot be used afterwards; a second close does nothing."""
+        if not self._closed:
+            with self._exclusive():
+                self._closed = True
+                del self.model, self.ring, self._runner, self.prompts
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def _prepare_all(self, prompts: Any, params: Any, raw: bool) -> list[Request | tuple[int, RingkvError]]:
+        if not self.prompts.is_batch(prompts):
+            raise RingkvError("prompts: a list of prompts is needed here")
+        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise RingkvError(f"params: {len(each)} given for {len(prompts)} prompts")
+        prepared: list[Request | tuple[int, RingkvError]] = []
+        for index, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
+            try:
+                prepared += self.prompts.prepare(prompt, _one(param), index=index, raw=raw)
+            except RingkvError as error:
+                prepared.append((index, error))
+        return prepared
+
+    def _iterate(self, prepared: Iterable[Request | tuple[int, RingkvError]]) -> Iterator[tuple[int, Completion]]:
+        requests = []
+        for each in prepared:
+            if isinstance(each, Request):
+                requests.append(each)
+            else:
+                yield each[0], failure(self, each[1])
+        with closing(self._run(requests)) as run:
+            for request, event in run:
+                if event.completion is not None:
+                    yield request.index, event.completion
+
+    def _run(self, requests: Iterable[Request]) -> Generator[tuple[Request, StreamEvent], None, None]:
+        """Serve requests in order, all lanes in step; a lane that ends is refilled before the next step."""
+        waiting = deque(requests)
+        running: dict[int, Generation] = {}
+        with self._exclusive():
+            self._cancelled.clear()
+            try:
+                while waiting or running:
+                    while waiting and len(running) < self.lanes:
+                        for generation, event in self._admit(waiting, running):
+                            yield generation.request, event
+                    if running:
+                        with self._threads():
+                            tokens = self._runner.step()
+                        for lane, generation in list(running.items()):
+                            yield generation.request, self._take(running, generation, tokens[lane])
+            finally:
+                self._stop_all()
+
+    def _admit(
+        self, waiting: deque[Request], running: dict[int, Generation]
+    ) -> list[tuple[Generation, StreamEvent]]:
+        """Prefill the next request into a free lane."""
+        request = waiting.popleft()
+        lane = next(lane for lane in range(self.lanes) if lane not in running)
+        generation = Generation(request, lane, self.prompts.decoder())
+        running[lane] = generation
+        self.ring.reset(lane, request.seed, request.sample, request.pin)
+        self._runner.sampler.set(lane, request.sampling)
+        with self._threads():
+            logits = self._runner.prefill(lane, request.ids)
+            generation.retained = self.ring.counts[:, lane].tolist()
+            token = self._runner.first_token(lane, logits)
+        return [(generation, self._take(running, generation, token))]
+
+    def _take(self, running: dict[int, Generation], generation: Generation, token: int) -> StreamEvent:
+        """Account for a drawn token; a generation that ended leaves its lane."""
+        if generation.request.index in self._cancelled:
+            generation.cancel()
+            text = ""
+        else:
+            text = generation.push(token)
+        ids = [token] if token >= 0 and generation.finish_reason != "cancelled" else []
+        if generation.finish_reason is None:
+            return StreamEvent(text, token_ids=ids)
+        self.ring.stop(generation.lane)
+        del running[generation.lane]
+        return StreamEvent(text, token_ids=ids, completion=completion(self, generation))
+
+    def _stop_all(self) -> None:
+        for lane in list(self.ring.running):
+            self.ring.stop(lane)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One call at a time: another thread waits; the same thread, inside an open stream, is refused."""
+        me = threading.get_ident()
+        if self._holder == me:
+            raise RingkvError("engine: a stream or iterator of this engine is still open in this thread; close it first")
+        with self._lock:
+            if self._closed:
+                raise RingkvError("engine: it is closed")
+            self._holder = me
+            try:
+                yield
+            finally:
+                self._holder = None
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        if self.threads is None or self.threads == before:
+            yield
+            return
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
+def _one(params: object) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RingkvError.bad("params", params, "a SamplingParams")
+    return params
+
+
+def _check_options(lanes: object, backend: object, seed: object, threads: object) -> None:
+    for field, value, optional in (("lanes", lanes, False), ("threads", threads, True)):
+        if value is None and optional:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise RingkvError.bad(field, value, "an int >= 1")
+    if backend not in BACKENDS:
+        raise RingkvError.bad("backend", backend, ", ".join(BACKENDS))
+    SamplingParams(seed=seed)  # type: ignore[arg-type]
+
+
+def _decoder(config: ModelConfig, device: str, dtype: str) -> Decoder:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise RingkvError.bad("device", device, "auto, cpu, cuda or cuda:N") from None
+    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
+        raise RingkvError.bad("device", device, "auto, cpu" + (", cuda" if torch.cuda.is_available() else " (no GPU is found)"))
+    if dtype == "auto":
+        dtype = config.dtype if place.type == "cuda" else "float32"
+    if dtype not in DTYPES:
+        raise RingkvError.bad("dtype", dtype, f"auto, {', '.join(DTYPES)}")
+    log.info("running in %s on %s", dtype, place)
+    return Decoder(config, place, DTYPES[dtype])
+

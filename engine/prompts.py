@@ -1,0 +1,139 @@
+"""From what a caller gives (text, messages, ids) to requests that are ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ringkv.engine.config import RingConfig, SamplingParams
+from ringkv.engine.policies import as_policy
+from ringkv.engine.request import Request
+from ringkv.engine.sampling import Sampling
+from ringkv.engine.seeds import effective_seed
+from ringkv.engine.text import ChatTemplate, IncrementalDecoder, encode_messages
+from ringkv.errors import RingkvError
+from ringkv.models.config import ModelConfig
+from ringkv.models.tokenizer import Tokenizer
+
+Message: TypeAlias = Mapping[str, Any]
+Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
+
+
+class Prompts:
+    """Encodes and checks prompts for one engine.
+
+    Args:
+        config: the model's.
+        tokenizer: None: token ids only.
+        generation_config: the checkpoint's sampling defaults and ending tokens.
+        ring: the ring's options; its pin and budget bear on what is accepted.
+        engine_seed: see ``effective_seed``.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        generation_config: Mapping[str, Any],
+        ring: RingConfig,
+        engine_seed: int | None,
+    ) -> None:
+        self.config, self.tokenizer, self.ring, self.engine_seed = config, tokenizer, ring, engine_seed
+        self.generation_config = generation_config
+        self.template = None
+        if tokenizer is not None and tokenizer.chat_template is not None:
+            self.template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        theirs = generation_config.get("eos_token_id")
+        ids = theirs if isinstance(theirs, (list, tuple)) else [theirs]
+        self.eos_ids = frozenset(id for id in ids if isinstance(id, int)) | frozenset(config.eos_ids)
+        if tokenizer is not None:
+            self.eos_ids |= frozenset(tokenizer.eos_ids)
+
+    @staticmethod
+    def is_batch(prompts: object) -> bool:
+        """Whether this is a list of prompts and not one prompt."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            return False
+        return not all(isinstance(each, int) for each in prompts) and not all(isinstance(each, Mapping) for each in prompts) or not prompts
+
+    def prepare(self, prompt: Any, params: SamplingParams, index: int, raw: bool) -> list[Request]:
+        """The requests of one prompt, one a sample.
+
+        Raises:
+            RingkvError: an empty prompt, one that cannot fit, ids the model does not know.
+        """
+        messages: list[Message] | None = None
+        if isinstance(prompt, str):
+            if raw:
+                ids = self._need_tokenizer().encode(prompt)
+            else:
+                messages = [{"role": "user", "content": prompt}]
+        elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            messages = list(prompt)
+        else:
+            ids = prompt
+        if messages is not None:
+            ids = self.encode(messages)
+        ids = self.check_ids(ids)
+        sampling = Sampling.resolve(params, self.generation_config)
+        seed = effective_seed(params.seed, self.engine_seed, index, sampling.greedy)
+        return [Request(
+            index=index,
+            ids=ids,
+            sampling=self._fit(len(ids), sampling),
+            seed=seed,
+            pin=self._pin(ids, messages),
+            stop_ids=frozenset() if params.ignore_eos else self.eos_ids,
+            position_limit=self.config.max_position_embeddings,
+        )]
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, with the generation prompt."""
+        return encode_messages(self._need_tokenizer(), self.template, messages)
+
+    def decoder(self) -> IncrementalDecoder | None:
+        """A fresh decoder of output tokens; None without a tokenizer."""
+        return IncrementalDecoder(self.tokenizer) if self.tokenizer is not None else None
+
+    def check_ids(self, ids: Any) -> list[int]:
+        """Token ids as a list, each one known to the model, at least one."""
+        if not isinstance(ids, Sequence) or not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+            raise RingkvError.bad("prompt", ids, "a text, a list of messages, or a list of token ids")
+        if not ids:
+            raise RingkvError("prompt: it is empty; at least one token is needed")
+        for id in ids:
+            if not 0 <= id < self.config.vocab_size:
+                raise RingkvError.bad("prompt: token id", id, f"0 to {self.config.vocab_size - 1}")
+        return list(ids)
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RingkvError("prompt: this engine has no tokenizer; give token ids")
+        return self.tokenizer
+
+    def _fit(self, n: int, sampling: Sampling) -> Sampling:
+        """Under ``full`` a request that could outgrow the ring is refused now; its default limit is what fits."""
+        if as_policy(self.ring.policy).evicts:
+            return sampling
+        room = self.ring.capacity - n
+        if sampling.sources["max_tokens"] != "user" and room >= 1:
+            return sampling.limited(min(room, sampling.values["max_tokens"]))
+        wanted = sampling.values["max_tokens"]
+        if wanted > room:
+            raise RingkvError(
+                f"max_tokens = {wanted}: with a prompt of {n} tokens that is {n + wanted}, and policy full holds "
+                f"{self.ring.capacity} (budget {self.ring.budget} + window {self.ring.window})"
+            )
+        return sampling
+
+    def _pin(self, ids: list[int], messages: list[Message] | None) -> int:
+        """The end of the pinned span; refused where it leaves nothing to evict."""
+        pin = 0
+        if self.ring.pin == "prompt":
+            pin = len(ids)
+        elif self.ring.pin == "system" and messages is not None and messages[0].get("role") == "system":
+            alone = encode_messages(self._need_tokenizer(), self.template, messages[:1], add_generation_prompt=False)
+            pin = next((i for i, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids)))
+        if pin > self.ring.sinks and as_policy(self.ring.policy).evicts:
+            self.ring.check_protected(pin, f"pin = {self.ring.pin!r}: pinned tokens")
+        return pin

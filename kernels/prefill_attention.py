@@ -1,0 +1,29 @@
+"""Causal attention over a whole prompt; never an n x n tensor."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q.k / sqrt(D)) v, each token over itself and those before it.
+
+    Args:
+        q: [n, Hq, D]. k, v: [n, H, D].
+
+    Returns:
+        [n, Hq * D].
+    """
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, n, D]
+    if q.device.type == "cpu":
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        # The fused kernels for float32 cannot group heads; repeating one layer's keys is cheap beside n x n scores.
+        if q.itemsize > 2:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        with sdpa_kernel(fused):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1).flatten(1)

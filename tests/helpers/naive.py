@@ -1,0 +1,251 @@
+"""The oracle: a decoder that keeps explicit Python lists of tokens and shares no code with the engine.
+
+No ring, no slots, no fused products: every list holds (position, key, value, value range) of one layer and KV head, and
+attention is written out over what a list holds. Slow, and simple enough to be believed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+
+
+def philox(key: int, counter: tuple[int, int, int, int]) -> list[int]:
+    """Philox4x32-10 in Python integers."""
+    x, k = list(counter), [key & MASK, key >> 32 & MASK]
+    for _ in range(10):
+        a, b = 0xD2511F53 * x[0], 0xCD9E8D57 * x[2]
+        x = [b >> 32 ^ x[1] ^ k[0], b & MASK, a >> 32 ^ x[3] ^ k[1], a & MASK]
+        k = [k[0] + 0x9E3779B9 & MASK, k[1] + 0xBB67AE85 & MASK]
+    return x
+
+
+def uniform(key: int, counter: tuple[int, int, int, int]) -> float:
+    return ((philox(key, counter)[0] >> 9) + 0.5) / 2**23
+
+
+@dataclass
+class Token:
+    position: int
+    k: Tensor  # [D]
+    v: Tensor  # [D]
+
+    @property
+    def v_range(self) -> float:
+        return float((self.v.float().max() - self.v.float().min()))
+
+
+# (candidates, window queries [G, W, D], budget, window, sinks, pin, noise per candidate) -> one priority a candidate
+Priority = Callable[["Eviction"], list[float]]
+
+
+@dataclass
+class Eviction:
+    """One KV head that must lose ``victims`` tokens."""
+
+    tokens: list[Token]
+    queries: Tensor  # [Hq, W, D]: of the whole layer, oldest first
+    group: slice  # this head's query heads
+    budget: int
+    window: int
+    sinks: int
+    pin: int
+    noise: Callable[[int], float]  # position -> uniform
+
+    @property
+    def candidates(self) -> list[Token]:
+        return self.tokens[: len(self.tokens) - self.window]
+
+    def attention(self, queries: Tensor) -> Tensor:
+        """softmax over candidates: [..., D] -> [..., c], float32."""
+        keys = torch.stack([token.k for token in self.candidates]).float()
+        return (queries.float() @ keys.T / math.sqrt(keys.shape[-1])).softmax(-1)
+
+
+def snapkv_score(e: Eviction, kernel: int) -> list[float]:
+    a = e.attention(e.queries[e.group]).mean(1)  # [G, c]
+    half, out = kernel // 2, []
+    for i in range(a.shape[1]):
+        out.append(float(a[:, max(0, i - half) : i + half + 1].sum(1).div(kernel).mean()))
+    return out
+
+
+def streaming(e: Eviction) -> list[float]:
+    return [float(token.position) for token in e.candidates]
+
+
+def vase_attnv(e: Eviction, large: int | None = None, kernel: int = 5) -> list[float]:
+    candidates = e.candidates
+    weight = snapkv_score(e, kernel)
+    pinned = [i for i, t in enumerate(candidates) if e.sinks <= t.position < e.pin]
+    sinks = [i for i, t in enumerate(candidates) if t.position < e.sinks]
+    n_large = min(e.budget // 4 if large is None else large, e.budget - e.window - len(pinned))
+    ranked = [i for i in range(len(candidates)) if i not in pinned and i not in sinks]
+    ranked.sort(key=lambda i: (candidates[i].v_range, i), reverse=True)
+    kept = set(sinks) | set(ranked[: max(0, n_large - len(sinks))])
+    out = []
+    for i, token in enumerate(candidates):
+        u = torch.tensor(e.noise(token.position), dtype=torch.float32)
+        gumbel = -torch.log(-torch.log(u))
+        out.append(math.inf if i in kept else float(torch.log(torch.tensor(weight[i])) + gumbel))
+    return out
+
+
+POLICIES: dict[str, Priority] = {"streaming": streaming, "vase-attnv": vase_attnv}
+
+
+class Naive:
+    """A decoder from plain weights under Hugging Face names.
+
+    Args:
+        config: a ``ringkv`` ModelConfig, for its numbers only.
+        weights: name -> tensor, all of one dtype.
+    """
+
+    def __init__(self, config: object, weights: dict[str, Tensor]) -> None:
+        self.c, self.w = config, weights
+        self.dtype = weights["model.embed_tokens.weight"].dtype
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + self.c.rms_eps).sqrt() * self.w[name + ".weight"]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        y = x @ self.w[name + ".weight"].T
+        return y + self.w[name + ".bias"] if name + ".bias" in self.w else y
+
+    def rope(self, x: Tensor, position: Tensor) -> Tensor:
+        """x [n, heads, D] at position [n]."""
+        d = self.c.head_dim
+        inv = 1.0 / (self.c.rope.theta ** (torch.arange(0, d, 2, dtype=torch.int64).float() / d))
+        angle = (position.float()[:, None] * inv).repeat(1, 2)[:, None]  # [n, 1, D]
+        turned = torch.cat((-x[..., d // 2 :], x[..., : d // 2]), dim=-1)
+        return x * angle.cos().to(x.dtype) + turned * angle.sin().to(x.dtype)
+
+    def qkv(self, layer: int, h: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        c, at = self.c, f"model.layers.{layer}.self_attn"
+        q = self.linear(h, f"{at}.q_proj").view(len(h), c.heads, c.head_dim)
+        k = self.linear(h, f"{at}.k_proj").view(len(h), c.kv_heads, c.head_dim)
+        v = self.linear(h, f"{at}.v_proj").view(len(h), c.kv_heads, c.head_dim)
+        if c.qk_norm:
+            q, k = self.norm(q, f"{at}.q_norm"), self.norm(k, f"{at}.k_norm")
+        return self.rope(q, position), self.rope(k, position), v
+
+    def after(self, layer: int, x: Tensor, attended: Tensor) -> Tensor:
+        at = f"model.layers.{layer}"
+        x = x + self.linear(attended, f"{at}.self_attn.o_proj")
+        h = self.norm(x, f"{at}.post_attention_layernorm")
+        gate = torch.nn.functional.silu(self.linear(h, f"{at}.mlp.gate_proj"))
+        return x + self.linear(gate * self.linear(h, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+
+    def head(self, x: Tensor) -> Tensor:
+        name = "model.embed_tokens" if self.c.tie_embeddings else "lm_head"
+        return self.norm(x, "model.norm") @ self.w[name + ".weight"].T
+
+    def run(
+        self,
+        ids: list[int],
+        steps: int,
+        *,
+        policy: str = "streaming",
+        budget: int,
+        window: int,
+        sinks: int = 4,
+        pin: int = 0,
+        seed: int = 0,
+        threshold: float | None = None,
+        forced: list[int] | None = None,
+    ) -> tuple[list[int], list[list[list[int]]]]:
+        """Greedy tokens, and the live positions of every layer and head at the end.
+
+        Args:
+            threshold: ReFreeKV's, or None to retain all of the prompt.
+            forced: tokens to feed instead of the greedy ones.
+        """
+        c, group, n = self.c, self.c.heads // self.c.kv_heads, len(ids)
+        rules = {"budget": budget, "window": window, "sinks": sinks, "pin": pin}
+        lists: list[list[list[Token]]] = [[[] for _ in range(c.kv_heads)] for _ in range(c.layers)]
+        recent: list[list[Tensor]] = [[] for _ in range(c.layers)]  # queries [Hq, D], oldest first
+        evictions = [0] * c.layers
+
+        def evict(layer: int, victims: int, number: int) -> None:
+            for head in range(c.kv_heads):
+                tokens = lists[layer][head]
+                counter = (layer * 65536 + head, number, 1)
+                e = Eviction(
+                    tokens,
+                    torch.stack(recent[layer][-window:], dim=1),
+                    slice(head * group, (head + 1) * group),
+                    noise=lambda p, counter=counter: uniform(seed, (p, *counter)),
+                    **rules,
+                )
+                priority = POLICIES[policy](e)
+                free = [i for i, t in enumerate(e.candidates) if t.position >= max(sinks, pin)]
+                out = set(sorted(free, key=lambda i: (priority[i], i))[:victims])
+                lists[layer][head] = [t for i, t in enumerate(tokens) if i not in out]
+
+        # The prompt: dense causal attention, then what is retained.
+        x = self.w["model.embed_tokens.weight"][torch.tensor(ids)]
+        position = torch.arange(n)
+        for layer in range(c.layers):
+            q, k, v = self.qkv(layer, self.norm(x, f"model.layers.{layer}.input_layernorm"), position)
+            rows = []
+            for h in range(c.heads):
+                score = q[:, h] @ k[:, h // group].T / math.sqrt(c.head_dim)
+                score = score.masked_fill(position[:, None] < position, -math.inf)
+                rows.append(score.softmax(-1) @ v[:, h // group])
+            recent[layer] = list(q)
+            keep = set(range(n))
+            if threshold is not None and layer >= 2:
+                keep = self.refreekv(q[-1], k, threshold)
+                keep |= set(range(min(n, max(sinks, pin)))) | set(range(max(0, n - window), n))
+            for head in range(c.kv_heads):
+                lists[layer][head] = [Token(p, k[p, head], v[p, head]) for p in sorted(keep)]
+            if len(keep) >= budget + window:
+                evict(layer, len(keep) - budget, 0)
+            x = self.after(layer, x, torch.stack(rows, dim=1).flatten(1))
+        out = [int(self.head(x[-1:]).argmax())]
+        for step in range(steps - 1):
+            token = forced[step] if forced else out[-1]
+            self.step(token, n + step, lists, recent)
+            for layer in range(c.layers):
+                if len(lists[layer][0]) == budget + window:
+                    evictions[layer] += 1
+                    evict(layer, window, evictions[layer])
+            out.append(int(self.last.argmax()))
+        return out, [[[t.position for t in tokens] for tokens in layer] for layer in lists]
+
+    def step(self, token: int, at: int, lists: list[list[list[Token]]], recent: list[list[Tensor]]) -> None:
+        c, group = self.c, self.c.heads // self.c.kv_heads
+        x = self.w["model.embed_tokens.weight"][token][None]
+        for layer in range(c.layers):
+            q, k, v = self.qkv(layer, self.norm(x, f"model.layers.{layer}.input_layernorm"), torch.tensor([at]))
+            rows = []
+            for h in range(c.heads):
+                if h % group == 0:
+                    lists[layer][h // group].append(Token(at, k[0, h // group], v[0, h // group]))
+                tokens = lists[layer][h // group]
+                keys, values = torch.stack([t.k for t in tokens]), torch.stack([t.v for t in tokens])
+                rows.append((q[0, h] @ keys.T / math.sqrt(c.head_dim)).softmax(-1) @ values)
+            recent[layer].append(q[0])
+            x = self.after(layer, x, torch.stack(rows).flatten()[None])
+        self.last = self.head(x)[0]
+
+    def refreekv(self, q: Tensor, k: Tensor, threshold: float) -> set[int]:
+        """q [Hq, D], k [n, H, D] -> kept positions."""
+        n, group = len(k), len(q) // k.shape[1]
+        ranking = [*range(min(4, n)), *range(n - 1, 3, -1)]
+        squares = [0.0] * len(q)
+        rows = [(k[:, h // group].float() @ q[h].float() / math.sqrt(q.shape[1])).softmax(-1).tolist() for h in range(len(q))]
+        whole = sum(math.sqrt(sum(a * a for a in row)) for row in rows) / len(q)
+        for length, p in enumerate(ranking, 1):
+            for h, row in enumerate(rows):
+                squares[h] += row[p] ** 2
+            if (whole - sum(map(math.sqrt, squares)) / len(q)) / whole <= threshold:
+                return set(ranking[:length])
+        return set(ranking)
