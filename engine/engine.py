@@ -205,12 +205,12 @@ class Engine:
         if len(ids) < 2:
             raise RingkvError.bad("ids", ids, "two tokens or more")
         if not self.ring.policy.evicts and len(ids) - 1 > self.ring.config.capacity:
-            raise RingkvError(f"ids: {len(ids) - 1} tokens to read, capacity is {self.ring.config.capacity} (policy full)")
+            raise RingkvError(
+                f"ids: {len(ids) - 1} tokens to read, capacity is {self.ring.config.capacity} (policy full)"
+            )
         with self._exclusive():
             wanted = list(seeds) if seeds is not None else [self.seed or 0]
-            rows = [
-                self._score(ids, wanted[start : start + self.lanes]) for start in range(0, len(wanted), self.lanes)
-            ]
+            rows = [self._score(ids, wanted[start : start + self.lanes]) for start in range(0, len(wanted), self.lanes)]
         scores = torch.cat(rows).cpu()
         return scores if seeds is not None else scores[0]
 
@@ -312,9 +312,7 @@ class Engine:
             finally:
                 self._stop_all()
 
-    def _admit(
-        self, waiting: deque[Request], running: dict[int, Generation]
-    ) -> list[tuple[Generation, StreamEvent]]:
+    def _admit(self, waiting: deque[Request], running: dict[int, Generation]) -> list[tuple[Generation, StreamEvent]]:
         """Prefill the next request into a free lane."""
         request = waiting.popleft()
         lane = next(lane for lane in range(self.lanes) if lane not in running)
@@ -351,7 +349,9 @@ class Engine:
         """One call at a time: another thread waits; the same thread, inside an open stream, is refused."""
         me = threading.get_ident()
         if self._holder == me:
-            raise RingkvError("engine: a stream or iterator of this engine is still open in this thread; close it first")
+            raise RingkvError(
+                "engine: a stream or iterator of this engine is still open in this thread; close it first"
+            )
         with self._lock:
             if self._closed:
                 raise RingkvError("engine: it is closed")
@@ -401,11 +401,12 @@ def _decoder(config: ModelConfig, device: str, dtype: str) -> Decoder:
     except (RuntimeError, TypeError):
         raise RingkvError.bad("device", device, "auto, cpu, cuda or cuda:N") from None
     if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
-        raise RingkvError.bad("device", device, "auto, cpu" + (", cuda" if torch.cuda.is_available() else " (no GPU is found)"))
+        raise RingkvError.bad(
+            "device", device, "auto, cpu" + (", cuda" if torch.cuda.is_available() else " (no GPU is found)")
+        )
     if dtype == "auto":
         dtype = config.dtype if place.type == "cuda" else "float32"
     if dtype not in DTYPES:
         raise RingkvError.bad("dtype", dtype, f"auto, {', '.join(DTYPES)}")
     log.info("running in %s on %s", dtype, place)
     return Decoder(config, place, DTYPES[dtype])
-

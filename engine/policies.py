@@ -51,7 +51,9 @@ POLICIES: dict[str, type[Policy]] = {}
 def register_policy(cls: type[Policy]) -> type[Policy]:
     """Class decorator: make a policy known by its ``name``."""
     if not (dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
-        raise RingkvError(f"policy {cls.__name__}: must be a frozen dataclass (@dataclass(frozen=True) below the decorator)")
+        raise RingkvError(
+            f"policy {cls.__name__}: must be a frozen dataclass (@dataclass(frozen=True) below the decorator)"
+        )
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not name or any(mark in name for mark in ":,= "):
         raise RingkvError.bad(f"policy {cls.__name__}: name", name, "a text without ':', ',', '=' and spaces")
@@ -146,7 +148,9 @@ class VaseAttnV(Policy):
         v_range = live.v_range[..., : live.candidates].masked_fill(live.sink, torch.inf).masked_fill(pinned, -torch.inf)
         # Ascending and stable: of equal ranges the older stand first, so the younger are kept.
         ascending = torch.sort(v_range, dim=-1, stable=True).indices
-        rank = torch.empty_like(ascending).scatter_(-1, ascending, torch.arange(live.candidates).to(ascending).expand_as(ascending))
+        rank = torch.empty_like(ascending).scatter_(
+            -1, ascending, torch.arange(live.candidates).to(ascending).expand_as(ascending)
+        )
         kept = (rank >= live.candidates - room.clamp(max=large)) | live.sink
         return pool_score(live, self.kernel), kept
 
@@ -154,4 +158,3 @@ class VaseAttnV(Policy):
 def pool_score(live: Live, kernel: int) -> Tensor:
     """SnapKV's score (arXiv 2404.14469): mean window attention, pooled, averaged over the head group. [P, H, c]."""
     return live.group_mean(pool_mean(live.attention(), kernel))
-

@@ -54,7 +54,10 @@ class Prompts:
         """Whether this is a list of prompts and not one prompt."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             return False
-        return not all(isinstance(each, int) for each in prompts) and not all(isinstance(each, Mapping) for each in prompts) or not prompts
+        return (
+            not all(isinstance(each, int) for each in prompts)
+            and not all(isinstance(each, Mapping) for each in prompts)
+        ) or not prompts
 
     def prepare(self, prompt: Any, params: SamplingParams, index: int, raw: bool) -> list[Request]:
         """The requests of one prompt, one a sample.
@@ -77,15 +80,17 @@ class Prompts:
         ids = self.check_ids(ids)
         sampling = Sampling.resolve(params, self.generation_config)
         seed = effective_seed(params.seed, self.engine_seed, index, sampling.greedy)
-        return [Request(
-            index=index,
-            ids=ids,
-            sampling=self._fit(len(ids), sampling),
-            seed=seed,
-            pin=self._pin(ids, messages),
-            stop_ids=frozenset() if params.ignore_eos else self.eos_ids,
-            position_limit=self.config.max_position_embeddings,
-        )]
+        return [
+            Request(
+                index=index,
+                ids=ids,
+                sampling=self._fit(len(ids), sampling),
+                seed=seed,
+                pin=self._pin(ids, messages),
+                stop_ids=frozenset() if params.ignore_eos else self.eos_ids,
+                position_limit=self.config.max_position_embeddings,
+            )
+        ]
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, with the generation prompt."""
@@ -133,7 +138,9 @@ class Prompts:
             pin = len(ids)
         elif self.ring.pin == "system" and messages is not None and messages[0].get("role") == "system":
             alone = encode_messages(self._need_tokenizer(), self.template, messages[:1], add_generation_prompt=False)
-            pin = next((i for i, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids)))
+            pin = next(
+                (i for i, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids))
+            )
         if pin > self.ring.sinks and as_policy(self.ring.policy).evicts:
             self.ring.check_protected(pin, f"pin = {self.ring.pin!r}: pinned tokens")
         return pin

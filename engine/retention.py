@@ -102,7 +102,9 @@ def as_retention(value: str | Retention) -> Retention:
     if isinstance(value, str):
         return parse_spec("retention", value, RETENTIONS)
     if not callable(getattr(value, "keep", None)) or not isinstance(getattr(value, "name", None), str):
-        raise RingkvError.bad("retention", value, f"{', '.join(RETENTIONS)}, or an object with a name and a keep method")
+        raise RingkvError.bad(
+            "retention", value, f"{', '.join(RETENTIONS)}, or an object with a name and a keep method"
+        )
     return value
 
 

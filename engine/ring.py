@@ -39,7 +39,9 @@ class Ring:
         counts, spans: the host's mirrors, int [L, B]: live tokens, and how many of the first slots were ever written.
     """
 
-    def __init__(self, model: ModelConfig, config: RingConfig, lanes: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: ModelConfig, config: RingConfig, lanes: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         self.config, self.policy = config, as_policy(config.policy)
         self.retention = as_retention(config.retention)
         self.layers, self.lanes, self.kv_heads, self.heads = model.layers, lanes, model.kv_heads, model.heads
@@ -59,7 +61,9 @@ class Ring:
         self.queries = zeros(*queries, dtype=dtype)
         self.count = zeros(model.layers, lanes, dtype=torch.int32)
         self.evictions = zeros(model.layers, lanes, dtype=torch.int32)
-        self.seen, self.seed, self.sample, self.pin, self.next_token = (zeros(lanes, dtype=torch.int64) for _ in range(5))
+        self.seen, self.seed, self.sample, self.pin, self.next_token = (
+            zeros(lanes, dtype=torch.int64) for _ in range(5)
+        )
         self.active = zeros(lanes, dtype=torch.bool)
         self.scratch = torch.empty(SCRATCH_BYTES // 4, dtype=torch.float32, device=device)
 
@@ -68,7 +72,9 @@ class Ring:
         self.evicted = np.zeros((model.layers, lanes), dtype=np.int64)
         self._set_running([])
         # The first row of each (lane, head) where a layer is seen as rows of slots, and of queries.
-        self._slot_base = torch.arange(lanes * self.kv_heads, device=device).view(lanes, self.kv_heads) * config.capacity
+        self._slot_base = (
+            torch.arange(lanes * self.kv_heads, device=device).view(lanes, self.kv_heads) * config.capacity
+        )
         self._query_base = torch.arange(lanes * self.heads, device=device).view(lanes, self.heads) * config.window
 
     def tensors(self) -> dict[str, Tensor]:
@@ -119,7 +125,10 @@ class Ring:
 
     def begin_step(self) -> None:
         """Find the slots that this step writes, and mark them with their position, for all layers at once."""
-        base = self._slot_base + self.order.gather(3, self.count[:, :, None, None].expand(-1, -1, self.kv_heads, 1).long())[..., 0]
+        base = (
+            self._slot_base
+            + self.order.gather(3, self.count[:, :, None, None].expand(-1, -1, self.kv_heads, 1).long())[..., 0]
+        )
         query = self._query_base + (self.seen % self.config.window)[:, None]
         seen = self.seen[:, None].expand(-1, self.kv_heads)
         if self._lanes is not None:
@@ -141,7 +150,18 @@ class Ring:
             [B, Hq, D]; zeros for a lane that does not run.
         """
         rows = self._rows[layer]
-        append(rows, self._query_rows, self._lanes, q, k, v, self.k[layer], self.v[layer], self.v_range[layer], self.queries[layer])
+        append(
+            rows,
+            self._query_rows,
+            self._lanes,
+            q,
+            k,
+            v,
+            self.k[layer],
+            self.v[layer],
+            self.v_range[layer],
+            self.queries[layer],
+        )
         return decode_attention(q, self.k[layer], self.v[layer], self.position[layer], self._written[layer])
 
     def end_step(self) -> None:
@@ -284,7 +304,9 @@ class Ring:
         """
         config = self.config
         slots = torch.arange(config.capacity, dtype=torch.int32, device=self.order.device)
-        assert torch.equal(self.order.sort(-1).values, slots.expand_as(self.order)), "order is not a permutation of the slots"
+        assert torch.equal(self.order.sort(-1).values, slots.expand_as(self.order)), (
+            "order is not a permutation of the slots"
+        )
         assert (self.count.cpu().numpy() == self.counts).all(), "the host's counts differ from the device's"
         assert (self.evictions.cpu().numpy() == self.evicted).all(), "the host's evictions differ from the device's"
         position = self.position.gather(3, self.order.long())

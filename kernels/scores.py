@@ -35,7 +35,9 @@ def window_attention(
     group, w = queries.shape[2] // kv_heads, 1 if only is not None else queries.shape[3]
     block = min(w, scratch.numel() // (group * candidates))
     if block == 0:
-        raise MemoryError(f"one query over {candidates} candidates needs more than the scratch of {scratch.nbytes} bytes")
+        raise MemoryError(
+            f"one query over {candidates} candidates needs more than the scratch of {scratch.nbytes} bytes"
+        )
     out = torch.zeros(
         len(pairs), kv_heads, 1 if group_max else group, candidates, dtype=torch.float32, device=order.device
     )

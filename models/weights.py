@@ -21,6 +21,7 @@ from torch import Tensor
 
 ALIAS = "smollm2"
 _ALIAS_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Buffers that old checkpoints carry; the decoder computes its own.
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -132,12 +133,15 @@ def load_decoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
 
 
 def load_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
-    """Set every parameter of a decoder in place, exactly once; nothing is set if a name or a shape does not fit.
+    """Set every parameter of a decoder in place, exactly once; nothing is set if something does not fit.
 
     Raises:
-        RingkvError: tensors are missing, unexpected or of the wrong shape; they are listed.
+        RingkvError: tensors are missing, unexpected or of the wrong shape (they are listed), or a head differs from
+            the embedding that the configuration ties it to.
     """
     _check(decoder, checkpoint)
+    if decoder.config.tie_embeddings and _HEAD in checkpoint.shapes():
+        _check_tied(decoder, checkpoint)
     destinations = decoder.destinations()
     with torch.no_grad():
         for name in checkpoint.shapes():
@@ -146,28 +150,38 @@ def load_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
 
 
 def _check(decoder: Decoder, checkpoint: Checkpoint) -> None:
-    wanted = {name: tuple(view.shape) for name, view in decoder.destinations().items()}
+    """Compare names and shapes."""
     found = checkpoint.shapes()
-    unexpected = [name for name in found if name not in wanted and not _superfluous(name, decoder.config)]
-    shapes = [
-        f"{name} {list(found[name])} instead of {list(shape)}"
-        for name, shape in wanted.items()
-        if name in found and found[name] != shape
-    ]
-    problems = [
-        f"{what}: {', '.join(short(name) if len(name) > 200 else name for name in names[:8])}"
-        + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        for what, names in (
-            ("missing", [name for name in wanted if name not in found]),
-            ("unexpected", unexpected),
-            ("wrong shape", shapes),
+    wanted = {name: tuple(view.shape) for name, view in decoder.destinations().items()}
+    missing = [name for name in wanted if name not in found]
+    if decoder.config.tie_embeddings:
+        wanted[_HEAD] = wanted[_EMBEDDING]
+    problems = {
+        "missing": missing,
+        "unexpected": [name for name in found if name not in wanted and not _ROTARY_BUFFER.fullmatch(name)],
+        "wrong shape": [
+            f"{name} {list(found[name])} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if found.get(name, shape) != shape
+        ],
+    }
+    if any(problems.values()):
+        listed = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+        raise RingkvError(f"{checkpoint.name}: the tensors do not fit the configuration: {listed}")
+
+
+def _check_tied(decoder: Decoder, checkpoint: Checkpoint) -> None:
+    """transformers 4 ties such a head to the embedding, transformers 5 does not: it must not matter."""
+    embedding, head = (torch.empty_like(decoder.embedding, device="cpu") for _ in range(2))
+    checkpoint.read(_EMBEDDING, embedding)
+    checkpoint.read(_HEAD, head)
+    if not torch.equal(embedding, head):
+        raise RingkvError(
+            f"{checkpoint.name}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}: accepted is "
+            "tie_word_embeddings = false, or equal tensors"
         )
-        if names
-    ]
-    if problems:
-        raise RingkvError(f"{checkpoint.name}: the tensors do not fit the configuration: {'; '.join(problems)}")
 
 
-def _superfluous(name: str, config: ModelConfig) -> bool:
-    """Known extras: a head that is tied to the embedding, and rotary buffers."""
-    return (name == "lm_head.weight" and config.tie_embeddings) or _ROTARY_BUFFER.fullmatch(name) is not None
+def _some(names: list[str], most: int = 8) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(name if name.isprintable() and len(name) < 200 else short(name) for name in names[:most]) + rest

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from naive import Naive
-from tiny import tiny_config, tiny_decoder, tiny_weights
 
+from naive import Naive
 from ringkv.engine.config import RingConfig
 from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling import Sampler
+from tiny import tiny_config, tiny_decoder, tiny_weights
 
 CPU = torch.device("cpu")
 

@@ -38,7 +38,7 @@ class Token:
 
     @property
     def v_range(self) -> float:
-        return float((self.v.float().max() - self.v.float().min()))
+        return float(self.v.float().max() - self.v.float().min())
 
 
 # (candidates, window queries [G, W, D], budget, window, sinks, pin, noise per candidate) -> one priority a candidate
@@ -241,7 +241,10 @@ class Naive:
         n, group = len(k), len(q) // k.shape[1]
         ranking = [*range(min(4, n)), *range(n - 1, 3, -1)]
         squares = [0.0] * len(q)
-        rows = [(k[:, h // group].float() @ q[h].float() / math.sqrt(q.shape[1])).softmax(-1).tolist() for h in range(len(q))]
+        rows = [
+            (k[:, h // group].float() @ q[h].float() / math.sqrt(q.shape[1])).softmax(-1).tolist()
+            for h in range(len(q))
+        ]
         whole = sum(math.sqrt(sum(a * a for a in row)) for row in rows) / len(q)
         for length, p in enumerate(ranking, 1):
             for h, row in enumerate(rows):

@@ -15,7 +15,9 @@ FAMILIES = {
 }
 
 
-def tiny_config(family: str = "llama", *, heads: int = 4, kv_heads: int = 2, layers: int = 3, **changes: object) -> ModelConfig:
+def tiny_config(
+    family: str = "llama", *, heads: int = 4, kv_heads: int = 2, layers: int = 3, **changes: object
+) -> ModelConfig:
     values: dict[str, object] = {
         "model_type": family,
         "vocab_size": 97,
