@@ -27,7 +27,8 @@ class Live:
         last: int64 [P], which of them is the last.
         pairs: the P (layer, lane) indices into the storage.
         layer: int64 [P], the model's layer (a prompt's storage holds one layer at index 0).
-        seed, sample, eviction: int64 [P], the request's noise key and sample index, and which eviction this is (0 = prefill).
+        seed, sample: int64 [P], the request's noise key and sample index.
+        eviction: int64 [P], which eviction this is; 0 at prefill.
         budget: tokens kept a KV head after the eviction.
         sinks: the tokens at positions below it are protected.
         pin: int64 [P], the same for pins.

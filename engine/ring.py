@@ -1,8 +1,8 @@
 """The KV ring: fixed storage, tables of slots, and the eviction that writes only the tables.
 
-Keys and values are written once and never moved. ``order`` says where each token lies; an eviction is a stable partition
-of it, so the next tokens overwrite the victims in place. Nothing here reads the device: what the host must know (counts,
-spans) it mirrors, since every change follows from what it launched.
+Keys and values are written once and never moved. ``order`` says where each token lies; an eviction is a stable
+partition of it, so the next tokens overwrite the victims in place. Nothing here reads the device: what the host must
+know (counts, spans) it mirrors, since every change follows from what it launched.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ class Ring:
 
         Args:
             q: [n, Hq, D]; k, v: [n, H, D], all of the prompt.
-            kept: bool [n], what retention keeps, or None for all. Sinks, pins and the last window tokens are added. A set
-                that would fill the ring is ranked down to the budget by the policy.
+            kept: bool [n], what retention keeps, or None for all. Sinks, pins and the last window tokens are added. A
+                set that would fill the ring is ranked down to the budget by the policy.
         """
         n, config = len(k), self.config
         position = torch.arange(n, device=k.device)

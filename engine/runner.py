@@ -63,7 +63,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(self) -> list[int]:
-        """One token for every running lane. Returns the drawn ids [B], -1 for a row that was not finite or does not run."""
+        """One token for every running lane: ids [B], -1 for a row that was not finite or does not run."""
         logits = self.forward(self.ring.next_token)
         token = torch.where(self.ring.active, self.sampler.draw(logits, self.ring), -1)
         self.ring.next_token.copy_(token)

@@ -12,8 +12,8 @@ from ringkv.kernels.philox import philox
 def effective_seed(given: int | None, engine_seed: int | None, index: int, greedy: bool) -> int:
     """The request's seed, unsigned, 64 bits.
 
-    Given > drawn from (engine seed, request index) > 0 for a greedy request, so that greedy is repeatable under a policy
-    that draws > drawn afresh.
+    Given > drawn from (engine seed, request index) > 0 for a greedy request, so that greedy is repeatable under a
+    policy that draws > drawn afresh.
     """
     if given is not None:
         return given % (1 << 64)

@@ -16,7 +16,7 @@ from ringkv.models.config import ModelConfig, MoeConfig
 from ringkv.models.moe import SparseMlp
 from ringkv.models.rope import Rope
 
-# Rows of a long prompt that go through an MLP at once: bounds its activations, which are the widest tensors of a prefill.
+# Rows of a long prompt that go through an MLP at once: bounds its activations, the widest tensors of a prefill.
 MLP_ROWS = 1024
 
 Angles = tuple[Tensor, Tensor]  # cos, sin [n, D/2] float32
@@ -57,8 +57,8 @@ class Layer:
     mlp: Mlp | SparseMlp
 
 
-# Called once a layer with the layer and its fused projection [n, (Hq + 2H) * D]; returns the heads' outputs [n, Hq * D].
-# This is all a decoder knows of a cache.
+# Called once a layer with the layer and its fused projection [n, (Hq + 2H) * D]; returns the heads' outputs
+# [n, Hq * D]. This is all a decoder knows of a cache.
 Attention = Callable[[Layer, Tensor], Tensor]
 
 
