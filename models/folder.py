@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from ringkv.errors import RingkvError
 from ringkv.models.fp8 import SCALE, block_size, dequantize
 from ringkv.models.keys import read_json, short
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 if TYPE_CHECKING:
     from ringkv.models.tokenizer import Tokenizer

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ringkv.models.keys import Keys, refusal
 from torch import Tensor
+
+from ringkv.models.keys import Keys, refusal
 
 SCALE = "_scale_inv"  # after the name of an FP8 weight: its scales [ceil(rows/R), ceil(columns/C)]
 

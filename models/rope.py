@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from ringkv.models.config import RopeConfig
 from torch import Tensor
+
+from ringkv.models.config import RopeConfig
 
 
 class Rope:

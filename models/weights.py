@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from ringkv.errors import RingkvError
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder

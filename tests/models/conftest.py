@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ringkv.models.decoder import Decoder, Layer
 from torch import Tensor
 from torch.nn import functional as F
+
+from ringkv.models.decoder import Decoder, Layer
 
 Logits = Callable[..., Tensor]
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from ringkv.models.config import ModelConfig, RopeConfig
-from ringkv.models.rope import Rope
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ringkv.models.config import ModelConfig, RopeConfig
+from ringkv.models.rope import Rope
 
 END = 60_000
 CPU = torch.device("cpu")
