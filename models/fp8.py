@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringkv.models.keys import Keys, refusal
+from ringkv.models.keys import Keys
 
 SCALE = "_scale_inv"  # after the name of an FP8 weight: its scales [ceil(rows/R), ceil(columns/C)]
 
@@ -21,9 +21,8 @@ def block_size(quantization: Any) -> tuple[int, int] | None:
     if quantization is None:
         return None
     keys = Keys(quantization, "quantization_config.")
-    method = keys.raw("quant_method", None)
-    if method != "fp8":
-        raise refusal("quantization_config.quant_method", method, '"fp8" with weight_block_size, or no quantization')
+    if keys.raw("quant_method", None) != "fp8":
+        raise keys.refuse("quant_method", '"fp8" with weight_block_size, or no quantization')
     block = keys.integers("weight_block_size", None, high=1 << 20)
     if len(block) != 2 or 0 in block:
         raise keys.refuse("weight_block_size", "two positive ints")

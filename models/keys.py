@@ -27,7 +27,7 @@ class Keys:
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
         if not isinstance(values, Mapping):
-            raise refusal(path or "config.json", values, "a JSON object")
+            raise refusal(path.rstrip(".") or "config.json", values, "a JSON object")
         self._values, self._path = values, path
         self._read: set[str] = set()
 
@@ -95,7 +95,8 @@ class Keys:
                 raise RingkvError(f"{self._path}{name} = {short(value)}: this key is not supported")
 
     def refuse(self, key: str, accepted: str) -> RingkvError:
-        return refusal(f"{self._path}{key}", self._values.get(key), accepted)
+        given = short(self._values[key]) if key in self._values else "absent"
+        return RingkvError(f"{self._path}{key} = {given}: accepted is {accepted}")
 
 
 def refusal(field: str, given: object, accepted: str) -> RingkvError:
