@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ringkv.engine.policies import Policy, as_policy
 from ringkv.engine.retention import Retention, as_retention
 from ringkv.errors import RingkvError
 
 PINS = ("none", "system", "prompt")
+ON_REPETITION = ("stop", "close_thought", "ignore")
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,22 @@ class SamplingParams:
         top_p: the smallest set of most likely tokens that reaches it. Default 0.95.
         top_k: only the k most likely tokens; 0 is off. Default 0.
         min_p: only tokens at least this share as likely as the likeliest. Default 0.
+        repetition_penalty: divides positive and multiplies negative logits of ids seen in prompt or output. Default 1.
+        presence_penalty: subtracted from the logits of ids seen in the output. Default 0.
+        logit_bias: token id -> what is added to its logit.
         seed: the noise of the request, any int of 64 bits.
+        n: samples of one prompt.
         max_tokens: a finite limit, always. Default 32768; under ``full`` what fits.
-        ignore_eos: go on after an end-of-text token.
+        min_tokens: no ending token is drawn before.
+        stop: strings that end the text, in thought and answer; the text is cut before them.
+        stop_token_ids: tokens that end the text, beside the model's own.
+        ignore_eos: go on after the model's own ending tokens.
+        logprobs: report this many of the likeliest tokens at each place; 0 reports the drawn one alone.
+        thinking: True, False or "auto"; goes to the chat template.
+        max_thinking_tokens: the thought is closed after so many tokens.
+        thinking_message: what is written before it is closed.
+        on_repetition: "stop", "close_thought" or "ignore".
+        min_repeat_count, min_repeat_span: a repetition is a unit at least so many times, over at least so many tokens.
 
     Raises:
         RingkvError: a value that is not accepted, by name.
@@ -88,25 +104,79 @@ class SamplingParams:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
+    n: int = 1
     max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    thinking: bool | str = "auto"
+    max_thinking_tokens: int | None = None
+    thinking_message: str = ""
+    on_repetition: str = "stop"
+    min_repeat_count: int = 4
+    min_repeat_span: int = 512
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0, 1e6)
-        _check_number("top_p", self.top_p, 0, 1)
-        _check_number("min_p", self.min_p, 0, 1)
-        for field, least in (("top_k", 0), ("max_tokens", 1)):
+        for field, low, high in (
+            ("temperature", 0, 1e6),
+            ("top_p", 0, 1),
+            ("min_p", 0, 1),
+            ("repetition_penalty", 1e-3, 1e3),
+            ("presence_penalty", -1e3, 1e3),
+        ):
+            _check_number(field, getattr(self, field), low, high)
+        for field, least in (("n", 1), ("min_tokens", 0), ("min_repeat_count", 2), ("min_repeat_span", 1)):
+            _check_int(field, getattr(self, field), least)
+        for field, least in (("top_k", 0), ("max_tokens", 1), ("logprobs", 0), ("max_thinking_tokens", 0)):
             if getattr(self, field) is not None:
                 _check_int(field, getattr(self, field), least)
         if self.seed is not None and not (_is_int(self.seed) and -(2**63) <= self.seed < 2**64):
             raise RingkvError.bad("seed", self.seed, "an int of 64 bits")
         if not isinstance(self.ignore_eos, bool):
             raise RingkvError.bad("ignore_eos", self.ignore_eos, "true or false")
+        if self.thinking is not True and self.thinking is not False and self.thinking != "auto":
+            raise RingkvError.bad("thinking", self.thinking, "true, false or 'auto'")
+        if not isinstance(self.thinking_message, str):
+            raise RingkvError.bad("thinking_message", self.thinking_message, "a text")
+        if self.on_repetition not in ON_REPETITION:
+            raise RingkvError.bad("on_repetition", self.on_repetition, ", ".join(ON_REPETITION))
+        self._check_stops()
+        self._check_bias()
 
-    def replace(self, **changes: object) -> SamplingParams:
+    def _check_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(each, str) and each for each in stop):
+            raise RingkvError.bad("stop", self.stop, "a text or a list of texts, none of them empty")
+        object.__setattr__(self, "stop", tuple(stop))
+        ids = self.stop_token_ids
+        if not isinstance(ids, (list, tuple)) or not all(_is_int(each) and each >= 0 for each in ids):
+            raise RingkvError.bad("stop_token_ids", ids, "a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+    def _check_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise RingkvError.bad("logit_bias", self.logit_bias, "token ids with numbers")
+        bias = {}
+        for token, value in self.logit_bias.items():
+            # JSON has no integer keys.
+            token = int(token) if isinstance(token, str) and token.isdecimal() else token
+            if not _is_int(token) or token < 0:
+                raise RingkvError.bad("logit_bias", token, "token ids with numbers")
+            _check_number(f"logit_bias of {token}", value, -1e4, 1e4)
+            bias[token] = float(value)
+        object.__setattr__(self, "logit_bias", bias)
+
+    def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, **changes)
 
 
 def _is_int(value: object) -> bool:
@@ -121,5 +191,5 @@ def _check_int(field: str, value: object, least: int) -> None:
 def _check_number(field: str, value: object, low: float, high: float) -> None:
     if value is None:
         return
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:  # refuses NaN too
         raise RingkvError.bad(field, value, f"a number from {low:g} to {high:g}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +13,34 @@ from torch.nn import functional as F
 from ringkv.engine.retention import last_attention
 from ringkv.engine.ring import Ring
 from ringkv.engine.sampling import Sampler
+from ringkv.engine.steering import Steering
 from ringkv.kernels.prefill_attention import causal_attention
 from ringkv.models.decoder import Decoder, Layer
 
 Progress = Callable[[int, int], None]  # layers done, layers in all; may raise to stop the prefill
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a step drew, a row a lane.
+
+    Attributes:
+        tokens: ids; -1 for a row that was not finite, or that does not run.
+        logprobs: of the tokens, before any processing; None where no lane wants them.
+        top_ids, top_logprobs: the likeliest tokens of each row, the likeliest first.
+    """
+
+    tokens: list[int]
+    logprobs: list[float] | None = None
+    top_ids: list[list[int]] | None = None
+    top_logprobs: list[list[float]] | None = None
+
+    def logprob(self, row: int, k: int) -> dict[str, Any] | None:
+        """{id, logprob, top: [[id, logprob] x k]} of a row; None where it was not computed."""
+        if self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
+            return None
+        top = [list(pair) for pair in zip(self.top_ids[row][:k], self.top_logprobs[row][:k], strict=True)]
+        return {"id": self.tokens[row], "logprob": self.logprobs[row], "top": top}
 
 
 class Runner:
@@ -24,10 +50,11 @@ class Runner:
         model: the decoder.
         ring: its storage.
         sampler: draws the tokens of each lane.
+        steering: forces tokens where a thought must close.
     """
 
-    def __init__(self, model: Decoder, ring: Ring, sampler: Sampler) -> None:
-        self.model, self.ring, self.sampler = model, ring, sampler
+    def __init__(self, model: Decoder, ring: Ring, sampler: Sampler, steering: Steering) -> None:
+        self.model, self.ring, self.sampler, self.steering = model, ring, sampler, steering
         # Above four lanes a product's rows are only independent of their place in multiples of four (float32, CPU).
         self._padding = -ring.lanes % 4 if ring.lanes > 4 else 0
 
@@ -55,19 +82,34 @@ class Runner:
         return model.logits(hidden[-1:])
 
     @torch.inference_mode()
-    def first_token(self, lane: int, logits: Tensor) -> int:
+    def first(self, lane: int, logits: Tensor) -> Drawn:
         """Draw a prefilled lane's first token from its logits [1, V]."""
-        token = self.sampler.draw(logits, self.ring, [lane])
+        token = self._next(logits, [lane])
         self.ring.next_token[lane] = token[0]
-        return int(token)
+        return self._drawn(token, logits)
 
     @torch.inference_mode()
-    def step(self) -> list[int]:
-        """One token for every running lane: ids [B], -1 for a row that was not finite or does not run."""
+    def step(self) -> Drawn:
+        """One token for every running lane, by lane."""
         logits = self.forward(self.ring.next_token)
-        token = torch.where(self.ring.active, self.sampler.draw(logits, self.ring), -1)
+        token = torch.where(self.ring.active, self._next(logits), -1)
+        self.ring.active &= token >= 0
         self.ring.next_token.copy_(token)
-        return token.tolist()
+        return self._drawn(token, logits)
+
+    def _next(self, logits: Tensor, lanes: Sequence[int] | None = None) -> Tensor:
+        token = self.steering.apply(self.sampler.draw(logits, self.ring, lanes), lanes)
+        self.sampler.note(token, lanes)
+        return token
+
+    def _drawn(self, token: Tensor, logits: Tensor) -> Drawn:
+        k = self.sampler.logprobs
+        if k is None:
+            return Drawn(token.tolist())
+        logprob = logits.log_softmax(-1)
+        top = logprob.topk(k, sorted=True)
+        own = logprob.gather(1, token.clamp(min=0)[:, None])[:, 0]
+        return Drawn(token.tolist(), own.tolist(), top.indices.tolist(), top.values.tolist())
 
     @torch.inference_mode()
     def forward(self, token: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,23 @@ from torch import Tensor
 
 from ringkv.engine.config import SamplingParams
 from ringkv.engine.ring import Ring
+from ringkv.errors import RingkvError
+from ringkv.kernels.penalize import penalize
 from ringkv.kernels.philox import TOKEN, philox, to_uniform
 from ringkv.kernels.sample import GREEDY_BELOW, Filters, sample
 
-DEFAULTS: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "min_p": 0.0, "max_tokens": 32768}
+DEFAULTS: dict[str, Any] = {
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "max_tokens": 32768,
+}
+# What else a request carries is the user's or SamplingParams' own default.
+OTHERS = ("logit_bias", "n", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "thinking")
+OTHERS += ("max_thinking_tokens", "thinking_message", "on_repetition", "min_repeat_count", "min_repeat_span")
 
 
 @dataclass(frozen=True)
@@ -22,7 +35,7 @@ class Sampling:
     """Effective values of one request, each with where it came from.
 
     Attributes:
-        values: name -> value.
+        values: name -> value, every field of SamplingParams but the seed.
         sources: name -> "user", "generation_config", "default" or "ring".
     """
 
@@ -33,19 +46,27 @@ class Sampling:
     def resolve(cls, params: SamplingParams, generation_config: Mapping[str, Any]) -> Sampling:
         """The user's value, else the checkpoint's, else the default.
 
-        Where generation_config says ``do_sample: false``, its temperature and the like are not in force.
+        Where generation_config says ``do_sample: false``, its temperature and the like are not in force. Its lengths
+        never are: they are the ring's matter and the user's.
         """
-        values, sources = {}, {}
-        theirs = {name: value for name, value in generation_config.items() if value is not None}
-        sampled = theirs.get("do_sample") is not False
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        theirs = {} if generation_config.get("do_sample") is False else generation_config
         for name, default in DEFAULTS.items():
             value, source = getattr(params, name), "user"
-            if value is None and sampled and name in theirs and name != "max_tokens":
+            if value is None and theirs.get(name) is not None and name != "max_tokens":
                 value, source = theirs[name], "generation_config"
-                SamplingParams(**{name: value})
+                try:
+                    SamplingParams(**{name: value})
+                except RingkvError as error:
+                    raise RingkvError(f"generation_config.json: {error}; give {name} yourself") from None
             if value is None:
                 value, source = default, "default"
             values[name], sources[name] = value, source
+        untouched = SamplingParams()
+        for name in OTHERS:
+            values[name] = getattr(params, name)
+            sources[name] = "default" if values[name] == getattr(untouched, name) else "user"
         return cls(values, sources)
 
     @property
@@ -54,7 +75,7 @@ class Sampling:
         return self.values["temperature"] < GREEDY_BELOW
 
     def limited(self, max_tokens: int) -> Sampling:
-        """The same with ``max_tokens`` that the ring allows."""
+        """The same with the ``max_tokens`` that the ring allows."""
         return Sampling({**self.values, "max_tokens": max_tokens}, {**self.sources, "max_tokens": "ring"})
 
     def report(self) -> dict[str, dict[str, Any]]:
@@ -62,8 +83,14 @@ class Sampling:
         return {name: {"value": value, "source": self.sources[name]} for name, value in self.values.items()}
 
 
+# What an unused lane samples with: every stage off.
+_OFF = Sampling.resolve(SamplingParams(temperature=0, top_p=1), {})
+
+
 class Sampler:
     """The sampling state of every lane, on the device.
+
+    A stage that no lane uses costs nothing: its tensors do not exist.
 
     Args:
         lanes: how many.
@@ -72,25 +99,49 @@ class Sampler:
     """
 
     def __init__(self, lanes: int, vocabulary: int, device: torch.device) -> None:
-        self.vocabulary = vocabulary
-        self._values: list[Mapping[str, Any]] = [{"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}] * lanes
-        self._device = device
+        self.vocabulary, self._device = vocabulary, device
+        self._lanes = [_OFF.values] * lanes
+        self._prompt = torch.zeros(lanes, dtype=torch.int64, device=device)
+        self._bias: Tensor | None = None
+        self._in_prompt: Tensor | None = None
+        self._in_output: Tensor | None = None
+        self._ending: Tensor | None = None
         self._build()
 
-    def set(self, lane: int, sampling: Sampling) -> None:
-        """What a lane samples with from now on."""
-        self._values[lane] = sampling.values
+    @property
+    def logprobs(self) -> int | None:
+        """The most likely tokens that any lane wants reported; None if no lane does."""
+        wanted = [values["logprobs"] for values in self._lanes if values["logprobs"] is not None]
+        return max(wanted, default=None)
+
+    def set(self, lane: int, sampling: Sampling, prompt: Sequence[int] = (), ending: Iterable[int] = ()) -> None:
+        """What a lane samples with from now on.
+
+        Args:
+            prompt: its ids, for the repetition penalty and min_tokens.
+            ending: ids that end the text, for min_tokens.
+        """
+        values = self._lanes[lane] = sampling.values
+        self._prompt[lane] = len(prompt)
+        if values["logit_bias"]:
+            self._bias = self._table(self._bias, torch.float32)
+        if values["repetition_penalty"] != 1:
+            self._in_prompt = self._table(self._in_prompt, torch.bool)
+        if values["repetition_penalty"] != 1 or values["presence_penalty"]:
+            self._in_output = self._table(self._in_output, torch.bool)
+        if values["min_tokens"]:
+            self._ending = self._table(self._ending, torch.bool)
+        for table in (self._bias, self._in_prompt, self._in_output, self._ending):
+            if table is not None:
+                table[lane] = 0
+        if self._bias is not None:
+            for token, value in (values["logit_bias"] or {}).items():
+                self._bias[lane, token] = value
+        if self._in_prompt is not None:
+            self._in_prompt[lane, self._ids(prompt)] = True
+        if self._ending is not None:
+            self._ending[lane, self._ids(ending)] = True
         self._build()
-
-    def _build(self) -> None:
-        def tensor(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([values[name] for values in self._values], dtype=dtype, device=self._device)
-
-        self._temperature = tensor("temperature", torch.float32)
-        self._greedy = all(values["temperature"] < GREEDY_BELOW for values in self._values)
-        self._top_k = tensor("top_k", torch.int64) if any(values["top_k"] for values in self._values) else None
-        self._top_p = tensor("top_p", torch.float32) if any(values["top_p"] < 1 for values in self._values) else None
-        self._min_p = tensor("min_p", torch.float32) if any(values["min_p"] for values in self._values) else None
 
     def draw(self, logits: Tensor, ring: Ring, lanes: Sequence[int] | None = None) -> Tensor:
         """The token at position ``ring.seen`` of each lane, int64 [b], from logits [b, V]; -1 for a row not finite.
@@ -98,11 +149,58 @@ class Sampler:
         Args:
             lanes: the lanes that the rows belong to; None for all in order.
         """
-        logits = logits[:, : self.vocabulary]
-        if self._greedy:
-            return sample(logits, None, None)
         at: Any = slice(None) if lanes is None else torch.tensor(lanes, device=self._device)
+
+        def of(table: Tensor | None) -> Tensor | None:
+            return None if table is None else table[at]
+
+        blocked = None
+        if self._ending is not None:
+            early = ring.seen[at] - self._prompt[at] < self._min_tokens[at]
+            blocked = self._ending[at] & early[:, None]
+        penalized = penalize(
+            logits[:, : self.vocabulary],
+            of(self._bias),
+            of(self._repetition),
+            of(self._presence),
+            of(self._in_prompt),
+            of(self._in_output),
+            blocked,
+        )
+        if self._greedy:
+            return sample(penalized, None, None)
         counter = TOKEN + 256 * ring.sample[at]
         uniform = to_uniform(philox(ring.seed[at], ring.seen[at], 0, 0, counter)[0])
-        top_k, top_p, min_p = (None if x is None else x[at] for x in (self._top_k, self._top_p, self._min_p))
-        return sample(logits, Filters(self._temperature[at], top_k, top_p, min_p), uniform)
+        filters = Filters(self._temperature[at], of(self._top_k), of(self._top_p), of(self._min_p))
+        return sample(penalized, filters, uniform)
+
+    def note(self, token: Tensor, lanes: Sequence[int] | None = None) -> None:
+        """Remember the tokens [b] that were drawn, for the penalties on the output."""
+        if self._in_output is not None:
+            at = torch.arange(len(self._lanes)) if lanes is None else torch.tensor(lanes)
+            self._in_output[at.to(self._device), token.clamp(min=0)] = True
+
+    def _build(self) -> None:
+        self._temperature = self._column("temperature", torch.float32)
+        self._min_tokens = self._column("min_tokens", torch.int64)
+        self._greedy = all(values["temperature"] < GREEDY_BELOW for values in self._lanes)
+        self._top_k = self._used("top_k", torch.int64, off=0)
+        self._top_p = self._used("top_p", torch.float32, off=1)
+        self._min_p = self._used("min_p", torch.float32, off=0)
+        self._repetition = self._used("repetition_penalty", torch.float32, off=1)
+        self._presence = self._used("presence_penalty", torch.float32, off=0)
+
+    def _column(self, name: str, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([values[name] for values in self._lanes], dtype=dtype, device=self._device)
+
+    def _used(self, name: str, dtype: torch.dtype, off: float) -> Tensor | None:
+        return self._column(name, dtype) if any(values[name] != off for values in self._lanes) else None
+
+    def _table(self, table: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if table is not None:
+            return table
+        return torch.zeros(len(self._lanes), self.vocabulary, dtype=dtype, device=self._device)
+
+    def _ids(self, ids: Iterable[int]) -> Tensor:
+        known = [each for each in ids if each < self.vocabulary]
+        return torch.tensor(known, dtype=torch.int64, device=self._device)

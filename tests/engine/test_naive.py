@@ -10,6 +10,7 @@ from ringkv.engine.config import RingConfig
 from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling import Sampler
+from ringkv.engine.steering import Steering
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
 CPU = torch.device("cpu")
@@ -30,12 +31,12 @@ def test_tokens_and_live_sets(family, policy, retention, threshold, prompt, pin)
     weights = tiny_weights(config)
     ids = torch.randint(97, (prompt,), generator=torch.Generator().manual_seed(1)).tolist()
     ring = Ring(config, RingConfig(64, 8, policy, retention), 2, CPU, torch.float64)
-    runner = Runner(tiny_decoder(config, weights), ring, Sampler(2, 97, CPU))
+    runner = Runner(tiny_decoder(config, weights), ring, Sampler(2, 97, CPU), Steering(2, None, CPU))
     lane = 1
     ring.reset(lane, seed=7, pin=pin)
-    tokens = [runner.first_token(lane, runner.prefill(lane, ids))]
+    tokens = runner.first(lane, runner.prefill(lane, ids)).tokens
     for _ in range(299):
-        tokens.append(runner.step()[lane])
+        tokens.append(runner.step().tokens[lane])
         ring.check_integrity()
     want, live = Naive(config, weights).run(
         ids, 300, policy=policy, budget=64, window=8, seed=7, pin=pin, threshold=threshold
