@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringkv.kernels.philox import EVICTION, philox, to_uniform
+from ringkv.kernels.leverage import leverage
+from ringkv.kernels.observe import received_attention
+from ringkv.kernels.philox import EVICTION, PROJECTION, normal, philox, to_uniform
+from ringkv.kernels.redundancy import redundancy
 from ringkv.kernels.scores import window_attention
 
 
@@ -33,7 +36,7 @@ class Live:
         sinks: the tokens at positions below it are protected.
         pin: int64 [P], the same for pins.
         scratch: float32 [*], working memory that bounds what is materialised at once.
-        state: the policy's own tensors, for these pairs.
+        state: what the policy declared, for these pairs: [P, H, n] a value a slot, [P, ...] a (layer, lane)'s.
     """
 
     position: Tensor
@@ -76,6 +79,11 @@ class Live:
         position = self.position[..., : self.candidates]
         return (position < self.pin[:, None, None]) & (position >= self.sinks)
 
+    @property
+    def seen(self) -> Tensor:
+        """int64 [P]: tokens seen, so the last one's position + 1."""
+        return self.position[:, 0, -1] + 1
+
     def keys(self, pair: int, head: int) -> Tensor:
         """[n, D]: the live keys of one KV head, in position order."""
         return self._gather(self.k, pair, head)
@@ -101,6 +109,42 @@ class Live:
     def group_mean(self, per_query_head: Tensor) -> Tensor:
         """Mean over the query heads of each KV head: [P, Hq, c] -> [P, H, c]."""
         return per_query_head.unflatten(1, (self.slot.shape[1], -1)).mean(2)
+
+    def received_attention(self, since: Tensor) -> Tensor:
+        """Attention that each live token gets from the queries at positions >= ``since`` [P], summed.
+
+        Each query's softmax is over the live tokens up to its own position; the mean over the head group is taken.
+
+        Returns:
+            float32 [P, H, n].
+        """
+        w = self.queries.shape[3]
+        age = (self.last[:, None] - torch.arange(w, device=self.last.device)) % w
+        query_position = self.seen[:, None] - 1 - age  # [P, w], negative where no query was written yet
+        return received_attention(
+            self.queries, self.k, self.slot, self.pairs, self.scratch, self.position, query_position, since
+        )
+
+    def redundancy(self, threshold: float) -> Tensor:
+        """How much the other live keys resemble each one, as R-KV counts it: float32 [P, H, n]."""
+        return redundancy(self.k, self.slot, self.pairs, self.scratch, threshold)
+
+    def leverage(self, projection: Tensor) -> Tensor:
+        """|kG|^2 * |vG|^2 of each candidate for G [P, D, r]: float32 [P, H, c]."""
+        slot = self.slot[..., : self.candidates]
+        return leverage(self.k, self.v, slot, self.pairs, self.scratch, projection)
+
+    def projection(self, rank: int, eviction: Tensor) -> Tensor:
+        """A random projection, float32 [P, D, rank], entries of variance 1 / rank; one for all heads of a pair.
+
+        Args:
+            eviction: int64 [P], which draw of the request it is.
+        """
+        d = self.k.shape[-1]
+        index = torch.arange(d * rank, device=self.slot.device).view(d, rank)
+        seed, layer, draw, sample = (x[:, None, None] for x in (self.seed, self.layer, eviction, self.sample))
+        words = philox(seed, index, layer * 65536, draw, PROJECTION + 256 * sample)
+        return normal(words[0], words[1]) * rank**-0.5
 
     def uniform(self) -> Tensor:
         """float32 [P, H, c] in (0, 1): the noise of this eviction, one number a candidate, the same in any lane."""

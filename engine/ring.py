@@ -7,7 +7,7 @@ know (counts, spans) it mirrors, since every change follows from what it launche
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ringkv.engine.config import RingConfig
 from ringkv.engine.live import Live
-from ringkv.engine.policies import as_policy
+from ringkv.engine.policies import as_policy, priorities
 from ringkv.engine.retention import as_retention
+from ringkv.engine.state import PolicyState
 from ringkv.kernels.append import append, value_range
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.select import lowest, partition
@@ -36,7 +37,9 @@ class Ring:
         v_range: float32 [L, B, H, S], max - min of the stored value vector.
         queries: [L, B, Hq, W, D], the last queries; that of position p at p mod W.
         count, evictions: int32 [L, B]. seen, seed, sample, pin, next_token: int64 [B]. active: bool [B].
+        state: what the policy declared.
         counts, spans: the host's mirrors, int [L, B]: live tokens, and how many of the first slots were ever written.
+        unobserved: the host's, int [L, B]: queries that a policy with state has not seen yet.
     """
 
     def __init__(
@@ -65,11 +68,12 @@ class Ring:
             zeros(lanes, dtype=torch.int64) for _ in range(5)
         )
         self.active = zeros(lanes, dtype=torch.bool)
+        self.state = PolicyState(self.policy, slots, device)
         self.scratch = torch.empty(SCRATCH_BYTES // 4, dtype=torch.float32, device=device)
 
-        self.counts = np.zeros((model.layers, lanes), dtype=np.int64)
-        self.spans = np.zeros((model.layers, lanes), dtype=np.int64)
-        self.evicted = np.zeros((model.layers, lanes), dtype=np.int64)
+        self.counts, self.spans, self.evicted, self.unobserved = (
+            np.zeros((model.layers, lanes), dtype=np.int64) for _ in range(4)
+        )
         self._set_running([])
         # The first row of each (lane, head) where a layer is seen as rows of slots, and of queries.
         self._slot_base = (
@@ -79,9 +83,10 @@ class Ring:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is counted in ``nbytes``, by name."""
-        names = ("k", "v", "position", "order", "v_range", "queries", "count", "evictions")
+        names: tuple[str, ...] = ("k", "v", "position", "order", "v_range", "queries", "count", "evictions")
         names += ("seen", "seed", "sample", "pin", "next_token", "active")
-        return {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in names}
+        return own | {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +105,8 @@ class Ring:
         self.seen[lane] = self.next_token[lane] = 0
         self.seed[lane] = seed - (1 << 64) if seed >= 1 << 63 else seed
         self.sample[lane], self.pin[lane] = sample, pin
-        self.counts[:, lane] = self.spans[:, lane] = self.evicted[:, lane] = 0
+        self.state.reset(lane)
+        self.counts[:, lane] = self.spans[:, lane] = self.evicted[:, lane] = self.unobserved[:, lane] = 0
 
     def start(self, lane: int, seen: int) -> None:
         """Let a prefilled lane take part in the steps."""
@@ -136,6 +142,7 @@ class Ring:
         self._rows, self._query_rows = base.flatten(1), query.flatten()  # [L, b * H], [b * Hq]
         marks = seen.flatten().to(torch.int32).expand(self.layers, -1)
         self.position.view(self.layers, -1).scatter_(1, self._rows, marks)
+        self.state.zero(self._rows)
         written = np.zeros_like(self.spans)
         written[:, self.running] = np.maximum(self.spans, self.counts + 1)[:, self.running]
         self._written: list[list[int]] = written.tolist()
@@ -171,14 +178,20 @@ class Ring:
         self.counts[:, self.running] += 1
         self.spans = np.maximum(self.spans, self.counts)
         if self.policy.evicts:
-            due = [(int(layer), int(lane)) for layer, lane in np.argwhere(self.counts == self.config.capacity)]
-            for group in self._groups(due):
+            full = self.counts == self.config.capacity
+            if self.state:
+                self.unobserved[:, self.running] += 1
+                self._observe(full | (self.unobserved == self.config.window))
+            for group in self._groups(full):
                 self._evict(group)
 
-    def _groups(self, pairs: list[tuple[int, int]]) -> Iterable[list[tuple[int, int]]]:
+    def _groups(self, due: np.ndarray) -> Iterator[list[tuple[int, int]]]:
+        """The pairs marked in bool [L, B], in groups that hold equally many tokens and fit the scratch."""
         # Order, position, range, priority, noise and sorts: about twenty words a live token at once.
         size = max(1, SCRATCH_BYTES // (self.kv_heads * self.config.capacity * 160))
-        return (pairs[start : start + size] for start in range(0, len(pairs), size))
+        for count in np.unique(self.counts[due]):
+            pairs = [(int(layer), int(lane)) for layer, lane in np.argwhere(due & (self.counts == count))]
+            yield from (pairs[start : start + size] for start in range(0, len(pairs), size))
 
     def live(self, pairs: list[tuple[int, int]]) -> Live:
         """The live tokens of some pairs that hold equally many, for a policy."""
@@ -204,13 +217,21 @@ class Ring:
             sinks=self.config.sinks,
             pin=self.pin[lane],
             scratch=self.scratch,
-            state={},
+            state=self.state.gather(layer, lane, slot) if self.state else {},
         )
+
+    def _observe(self, due: np.ndarray) -> None:
+        """Show the policy the queries that are new in the pairs marked in bool [L, B]."""
+        for pairs in self._groups(due):
+            live = self.live(pairs)
+            new = self.state.checked(live.state, self.policy.observe(live))
+            self.state.scatter(live.layer, torch.tensor(pairs, device=live.slot.device)[:, 1], live.slot, new)
+        self.unobserved[due] = 0
 
     def _evict(self, pairs: list[tuple[int, int]]) -> None:
         """Free ``window`` slots a head in pairs that are full: slot numbers and marks only."""
         live = self.live(pairs)
-        victim = lowest(self.policy.priority(live), live.protected, self.config.window)
+        victim = lowest(priorities(self.policy, live), live.protected, self.config.window)
         whole = torch.cat((victim, torch.zeros_like(victim[..., : self.config.window])), dim=-1)
         slot = live.slot.gather(2, partition(whole))
         layer, lane = live.layer, torch.tensor([lane for _, lane in pairs], device=slot.device)
@@ -241,8 +262,17 @@ class Ring:
         slot = position.expand(self.kv_heads, -1)  # [H, c]
         keys, values = k.transpose(0, 1).to(self.k.dtype), v.transpose(0, 1).to(self.v.dtype)  # [H, n, D]
         v_range = value_range(values)
+        state: Mapping[str, Tensor] = {}
+        if self.state:
+            whole = torch.arange(n, device=k.device).expand(self.kv_heads, -1)
+            fresh = self.state.fresh(self.kv_heads, n)
+            live = self._prompt(layer, lane, whole, q, keys, values, v_range, fresh)
+            state = self.state.checked(fresh, self.policy.observe(live))
         if self.policy.evicts and slot.shape[1] >= config.capacity:
-            slot = self._rank_down(layer, lane, slot, q, keys, values, v_range)
+            live = self._prompt(layer, lane, slot, q[-config.window :], keys, values, v_range, state)
+            victim = lowest(priorities(self.policy, live), live.protected, slot.shape[1] - config.budget)[0]
+            kept_first = partition(torch.cat((victim, torch.zeros_like(victim[:, : config.window])), dim=-1))
+            slot = slot.gather(1, kept_first[:, : config.budget])
         c = slot.shape[1]
         rows = slot[..., None].expand(-1, -1, keys.shape[-1])
         self.k[layer, lane, :, :c] = keys.gather(1, rows)
@@ -251,23 +281,38 @@ class Ring:
         self.position[layer, lane, :, :c] = slot.int()
         recent = torch.arange(max(0, n - config.window), n, device=k.device)
         self.queries[layer, lane, :, recent % config.window] = q[recent].transpose(0, 1).to(self.queries.dtype)
+        if self.state:
+            where = torch.tensor([layer], device=k.device), torch.tensor([lane], device=k.device)
+            stored = {name: x.gather(2, slot[None]) if name in self.state.slots else x for name, x in state.items()}
+            self.state.scatter(*where, torch.arange(c, device=k.device).expand(1, self.kv_heads, -1), stored)
         self.count[layer, lane] = c
         self.counts[layer, lane] = self.spans[layer, lane] = c
 
-    def _rank_down(
-        self, layer: int, lane: int, slot: Tensor, q: Tensor, keys: Tensor, values: Tensor, v_range: Tensor
-    ) -> Tensor:
-        """The ``budget`` positions [H, budget] of a retained set [H, c] that the policy keeps."""
+    def _prompt(
+        self,
+        layer: int,
+        lane: int,
+        slot: Tensor,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        v_range: Tensor,
+        state: Mapping[str, Tensor],
+    ) -> Live:
+        """A prompt's tokens at positions ``slot`` [H, c] and its last queries [w, Hq, D], for a policy.
+
+        keys, values: [H, n, D]. v_range: float32 [H, n]. state: of the whole prompt, [1, H, n] a value a token.
+        """
         config = self.config
-        window_queries = q[-config.window :].transpose(0, 1)[None, None]
-        live = Live(
+        per_token = {name: state[name].gather(2, slot[None]) for name in state if name in self.state.slots}
+        return Live(
             position=slot[None],
             v_range=v_range.gather(1, slot)[None],
             slot=slot[None],
             k=keys[None, None],
             v=values[None, None],
-            queries=window_queries,
-            last=torch.full_like(self.pin[lane, None], config.window - 1),
+            queries=q.transpose(0, 1)[None, None],
+            last=torch.full_like(self.pin[lane, None], len(q) - 1),
             pairs=[(0, 0)],
             layer=torch.tensor([layer], device=slot.device),
             seed=self.seed[lane, None],
@@ -278,20 +323,17 @@ class Ring:
             sinks=config.sinks,
             pin=self.pin[lane, None],
             scratch=self.scratch,
-            state={},
+            state={**state, **per_token},
         )
-        victim = lowest(self.policy.priority(live), live.protected, slot.shape[1] - config.budget)[0]
-        kept = partition(torch.cat((victim, torch.zeros_like(victim[:, : config.window])), dim=-1))
-        return slot.gather(1, kept[:, : config.budget])
 
     def copy_lane(self, source: int, target: int) -> None:
         """Make a lane that does not run a copy of another, its sample index apart."""
         for name, tensor in self.tensors().items():
-            if name in ("k", "v", "position", "order", "v_range", "queries", "count", "evictions"):
+            if tensor.dim() > 1:
                 tensor[:, target] = tensor[:, source]
             elif name != "sample":
                 tensor[target] = tensor[source]
-        for mirror in (self.counts, self.spans, self.evicted):
+        for mirror in (self.counts, self.spans, self.evicted, self.unobserved):
             mirror[:, target] = mirror[:, source]
 
     # -- the invariants --------------------------------------------------------------------------------------------

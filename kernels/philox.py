@@ -6,6 +6,8 @@ request whatever its neighbours do. Key = the request's 64-bit seed; counter = (
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,11 @@ def philox(seed: Tensor, c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c
 def to_uniform(word: Tensor) -> Tensor:
     """A word as a float32 strictly inside (0, 1): 23 bits, centred."""
     return ((word >> 9).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def normal(first: Tensor, second: Tensor) -> Tensor:
+    """Standard normal float32 numbers from two words (Box-Muller, the cosine half)."""
+    return torch.sqrt(-2.0 * torch.log(to_uniform(first))) * torch.cos(2.0 * math.pi * to_uniform(second))
 
 
 def gumbel(uniform: Tensor) -> Tensor:

@@ -1,0 +1,124 @@
+"""Policies that rank tokens by the attention they get: ``tova``, ``h2o``, ``snapkv``, ``rkv``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ringkv.engine.live import Live
+from ringkv.engine.policies.base import Policy, check_int, check_number, register_policy
+
+
+@register_policy
+@dataclass(frozen=True)
+class Tova(Policy):
+    """TOVA (arXiv 2401.06104): the last query's attention, averaged over all query heads of the layer.
+
+    Slots differ by head, so heads are averaged by rank in position order. One ranking serves the whole layer, hence its
+    heads lose the same positions, and a rank is the same position in each.
+    """
+
+    name: ClassVar[str] = "tova"
+    source: ClassVar[str] = "TOVA, arXiv 2401.06104"
+    keeps: ClassVar[str] = "what the last query attends to, one choice for all heads of a layer"
+
+    def priority(self, live: Live) -> Tensor:
+        """Mean attention of the last query, the same for every head."""
+        mean = live.attention(last_only=True).mean(1, keepdim=True)  # [P, 1, c]
+        return mean.expand(-1, live.slot.shape[1], -1)
+
+
+@register_policy
+@dataclass(frozen=True)
+class H2O(Policy):
+    """H2O (arXiv 2306.14048): the attention that a token has got from every query so far, summed.
+
+    A query's softmax is over all live keys it could see, and the sums are averaged over the head group. At prefill
+    that is the whole prompt, before retention. The window plays the part of the paper's recent tokens.
+    """
+
+    name: ClassVar[str] = "h2o"
+    source: ClassVar[str] = "H2O, arXiv 2306.14048"
+    keeps: ClassVar[str] = "what has got the most attention since the beginning"
+    slot_state: ClassVar[tuple[str, ...]] = ("mass",)
+    lane_state: ClassVar[Mapping[str, Tensor]] = {"observed": torch.zeros((), dtype=torch.int64)}
+
+    def priority(self, live: Live) -> Tensor:
+        """The attention summed so far."""
+        return live.state["mass"][..., : live.candidates]
+
+    def observe(self, live: Live) -> Mapping[str, Tensor]:
+        """Add the attention of the queries that are new."""
+        new = live.received_attention(since=live.state["observed"])
+        return {"mass": live.state["mass"] + new, "observed": live.seen}
+
+
+@register_policy
+@dataclass(frozen=True)
+class SnapKV(Policy):
+    """SnapKV (arXiv 2404.14469): attention of the window's queries, averaged over neighbours and the head group.
+
+    Neighbours are neighbours in position order among the candidates: gaps that evictions left do not count.
+
+    Attributes:
+        kernel: width of the average over neighbours, odd; 1 is none.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
+    keeps: ClassVar[str] = "what the window's queries attend to, with its neighbours"
+
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        check_int(self, "kernel", 1, odd=True)
+
+    def priority(self, live: Live) -> Tensor:
+        """The pooled score."""
+        return pool_score(live, self.kernel)
+
+
+@register_policy
+@dataclass(frozen=True)
+class RKV(Policy):
+    """R-KV (arXiv 2505.24133): importance, less the redundancy of keys that resemble later ones.
+
+    The authors' published code where it differs from the paper's text.
+
+    Attributes:
+        lam: the share of importance; 1 - lam is that of redundancy.
+        kernel: width of the maximum over neighbours of the importance, odd; 1 is none.
+        threshold: keys of a larger cosine count as alike.
+    """
+
+    name: ClassVar[str] = "rkv"
+    source: ClassVar[str] = "R-KV, arXiv 2505.24133, the authors' code"
+    keeps: ClassVar[str] = "what the window's queries attend to and no other key resembles"
+
+    lam: float = 0.1
+    kernel: int = 7
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_number(self, "lam", 0, 1)
+        check_int(self, "kernel", 1, odd=True)
+        check_number(self, "threshold", -1, 1)
+
+    def priority(self, live: Live) -> Tensor:
+        """lam * importance - (1 - lam) * redundancy."""
+        attention = live.attention(group_max=True)
+        importance = F.max_pool1d(attention, self.kernel, stride=1, padding=self.kernel // 2)
+        redundancy = live.redundancy(self.threshold).softmax(-1)[..., : live.candidates]
+        return self.lam * importance - (1 - self.lam) * redundancy
+
+
+def pool_score(live: Live, kernel: int) -> Tensor:
+    """SnapKV's score: mean attention of the window's queries, averaged over neighbours (zero padding, the divisor
+    always ``kernel``), then over the head group. [P, H, c]."""
+    pooled = F.avg_pool1d(live.attention(), kernel, stride=1, padding=kernel // 2, count_include_pad=True)
+    return live.group_mean(pooled)

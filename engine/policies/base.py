@@ -1,0 +1,145 @@
+"""What a policy is, and the table of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ringkv.engine.live import Live
+from ringkv.engine.spec import parse_spec
+from ringkv.errors import RingkvError
+
+
+class Policy:
+    """Base of every policy: a frozen dataclass of hyperparameters with one method, ``priority``.
+
+    A policy sees tensors of the live tokens and gives each candidate a number. What is protected (window, sinks, pins),
+    the order of equals, and all writing to the ring belong to the shared routine in ``ring.py``.
+
+    A policy that must remember something between evictions declares it as state and returns the new values from
+    ``observe``; the ring allocates, counts, resets and copies it, and hands it out as ``live.state``.
+
+    Attributes:
+        name: what ``--policy`` and ``RingConfig`` call it.
+        source: the paper.
+        keeps: one line, what stays.
+        evicts: False only for ``full``.
+        slot_state: names of a float32 value for every slot, zeroed when a token is written to it. [P, H, n] in
+            ``live.state``, in position order.
+        lane_state: name -> the tensor that every (layer, lane) starts a request with. [P, ...] in ``live.state``.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str] = ""
+    keeps: ClassVar[str] = ""
+    evicts: ClassVar[bool] = True
+    slot_state: ClassVar[tuple[str, ...]] = ()
+    lane_state: ClassVar[Mapping[str, Tensor]] = {}
+
+    def priority(self, live: Live) -> Tensor:
+        """float32 [P, H, c]: one number a candidate, in position order; the lowest leave, of equals the older.
+
+        Must not write anything and must not synchronise with the host. +inf keeps a candidate as long as others are
+        left; NaN counts as -inf.
+        """
+        raise NotImplementedError
+
+    def observe(self, live: Live) -> Mapping[str, Tensor]:
+        """New values of the declared state, all or some, in the shapes of ``live.state``.
+
+        Called for policies with state only. At prefill once a layer: the live tokens and the queries are the whole
+        prompt's, before retention. In decode whenever ``window`` queries are new, and before each eviction.
+        """
+        raise NotImplementedError
+
+
+POLICIES: dict[str, type[Policy]] = {}
+
+
+def register_policy(cls: type[Policy]) -> type[Policy]:
+    """Class decorator: make a policy known by its ``name``.
+
+    Raises:
+        RingkvError: not a frozen dataclass derived from ``Policy``, or a name that is malformed or taken.
+    """
+    if not issubclass(cls, Policy):
+        raise RingkvError(f"policy {cls.__name__}: must derive from ringkv.Policy")
+    # The class's own: a plain subclass inherits its parent's, and its fields would not be fields.
+    parameters = cls.__dict__.get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise RingkvError(
+            f"policy {cls.__name__}: must be a frozen dataclass (@dataclass(frozen=True) below the decorator)"
+        )
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not name or any(mark in name for mark in ":,= "):
+        raise RingkvError.bad(f"policy {cls.__name__}: name", name, "a text without ':', ',', '=' and spaces")
+    known = POLICIES.get(name, cls)
+    # The same class again (a notebook cell run twice) replaces the old one.
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise RingkvError.bad(f"policy {cls.__name__}: name", name, "a name that is not taken")
+    POLICIES[name] = cls
+    return cls
+
+
+def as_policy(value: str | Policy) -> Policy:
+    """A policy from its name, from ``"name:field=value,..."``, or as it is."""
+    if isinstance(value, str):
+        return parse_spec("policy", value, POLICIES)
+    if not isinstance(value, Policy) or not isinstance(getattr(value, "name", None), str):
+        raise RingkvError.bad("policy", value, f"{', '.join(POLICIES)}, or an object of a Policy subclass with a name")
+    return value
+
+
+def policy_table() -> list[dict[str, Any]]:
+    """Every policy by name, params (field -> default, or "required" where there is none), source and keeps."""
+
+    def default(field: dataclasses.Field[Any]) -> Any:
+        if field.default is not dataclasses.MISSING:
+            return field.default
+        return "required" if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+    return [
+        {
+            "name": name,
+            "params": {field.name: default(field) for field in dataclasses.fields(cls)},  # type: ignore[arg-type]
+            "source": cls.source,
+            "keeps": cls.keeps,
+        }
+        for name, cls in POLICIES.items()
+    ]
+
+
+def priorities(policy: Policy, live: Live) -> Tensor:
+    """``policy.priority``, its shape and dtype checked: float32 [P, H, c].
+
+    Raises:
+        RingkvError: naming the policy and what it returned.
+    """
+    priority = policy.priority(live)
+    wanted = (*live.slot.shape[:2], live.candidates)
+    if not isinstance(priority, Tensor) or priority.shape != wanted or priority.dtype != torch.float32:
+        given = (
+            f"{str(priority.dtype).removeprefix('torch.')} {list(priority.shape)}"
+            if isinstance(priority, Tensor)
+            else type(priority).__name__
+        )
+        raise RingkvError(f"policy {policy.name}: priority returned {given}, accepted is float32 {list(wanted)}")
+    return priority
+
+
+def check_int(policy: Policy, field: str, least: int, odd: bool = False) -> None:
+    """Refuse a field that is not an int of at least ``least`` (and odd, where that is asked)."""
+    value = getattr(policy, field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (odd and value % 2 == 0):
+        raise RingkvError.bad(f"policy {policy.name}: {field}", value, f"an {'odd ' * odd}int >= {least}")
+
+
+def check_number(policy: Policy, field: str, low: float, high: float) -> None:
+    """Refuse a field that is not a number from ``low`` to ``high``."""
+    value = getattr(policy, field)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise RingkvError.bad(f"policy {policy.name}: {field}", value, f"a number from {low:g} to {high:g}")

@@ -1,0 +1,79 @@
+"""What a policy remembers between evictions: tensors that the ring keeps for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ringkv.engine.policies import Policy
+from ringkv.errors import RingkvError
+
+
+class PolicyState:
+    """The declared state of a policy, for L layers, B lanes, H KV heads and S slots.
+
+    Attributes:
+        slots: name -> float32 [L, B, H, S], a value for every slot.
+        lanes: name -> [L, B, ...].
+    """
+
+    def __init__(self, policy: Policy, shape: tuple[int, int, int, int], device: torch.device) -> None:
+        self.policy = policy
+        self.start = {name: value.to(device) for name, value in policy.lane_state.items()}
+        self.slots = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in policy.slot_state}
+        self.lanes = {name: value.expand(*shape[:2], *value.shape).clone() for name, value in self.start.items()}
+        if self.slots.keys() & self.lanes.keys():
+            raise RingkvError(f"policy {policy.name}: a name stands in both slot_state and lane_state")
+
+    def __bool__(self) -> bool:
+        return bool(self.slots or self.lanes)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name."""
+        return self.slots | self.lanes
+
+    def reset(self, lane: int) -> None:
+        """Forget a lane's request."""
+        for name, start in self.start.items():
+            self.lanes[name][:, lane] = start
+
+    def zero(self, rows: Tensor) -> None:
+        """Zero the values of the slots that are about to be written: rows [L, b * H] of each layer."""
+        for values in self.slots.values():
+            values.view(len(values), -1).scatter_(1, rows, 0.0)
+
+    def gather(self, layer: Tensor, lane: Tensor, slot: Tensor) -> dict[str, Tensor]:
+        """For P pairs, in the order of ``slot`` [P, H, n]."""
+        slots = {name: values[layer, lane].gather(2, slot) for name, values in self.slots.items()}
+        return slots | {name: values[layer, lane] for name, values in self.lanes.items()}
+
+    def fresh(self, kv_heads: int, n: int) -> dict[str, Tensor]:
+        """For one pair of n tokens, before anything was observed."""
+        slots = {name: values.new_zeros(1, kv_heads, n) for name, values in self.slots.items()}
+        return slots | {name: start[None] for name, start in self.start.items()}
+
+    def scatter(self, layer: Tensor, lane: Tensor, slot: Tensor, new: Mapping[str, Tensor]) -> None:
+        """Write what ``observe`` returned for P pairs, in the order of ``slot`` [P, H, n]."""
+        for name, value in new.items():
+            if name in self.slots:
+                values = self.slots[name][layer, lane]
+                self.slots[name][layer, lane] = values.scatter_(2, slot, value)
+            else:
+                self.lanes[name][layer, lane] = value
+
+    def checked(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``old`` with the values that ``observe`` returned.
+
+        Raises:
+            RingkvError: a name that was not declared, or another shape or dtype.
+        """
+        for name, value in new.items():
+            if name not in old:
+                known = ", ".join(old)
+                raise RingkvError.bad(f"policy {self.policy.name}: observe", name, f"what it declares: {known}")
+            if value.shape != old[name].shape or value.dtype != old[name].dtype:
+                given, wanted = (f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in (value, old[name]))
+                raise RingkvError(f"policy {self.policy.name}: observe gave {name} as {given}, accepted is {wanted}")
+        return {**old, **new}
