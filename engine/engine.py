@@ -22,10 +22,11 @@ from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling import Sampler
 from ringkv.errors import RingkvError
+from ringkv.models.checkpoint import Checkpoint
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
 from ringkv.models.tokenizer import Tokenizer
-from ringkv.models.weights import StateDictCheckpoint, load_weights, open_checkpoint
+from ringkv.models.weights import StateDictCheckpoint, load_decoder, load_weights, open_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +76,7 @@ class Engine:
         if not isinstance(model, Decoder):
             if config is None:
                 raise RingkvError("config: a state dict needs its config, a ModelConfig or the keys of config.json")
-            checkpoint = StateDictCheckpoint(model, config)
-            model = _decoder(ModelConfig.from_hf(checkpoint.config), device, dtype)
-            load_weights(model, checkpoint)
+            model = _load(StateDictCheckpoint(model, config), device, dtype)
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.lanes, self.seed, self.threads = lanes, seed, threads
         self.generation_config = dict(generation_config or {})
@@ -113,10 +112,8 @@ class Engine:
         """
         _check_options(lanes, backend, seed, threads)
         checkpoint = open_checkpoint(model, revision=revision)
-        decoder = _decoder(ModelConfig.from_hf(checkpoint.config), device, dtype)
-        load_weights(decoder, checkpoint)
         return cls(
-            decoder,
+            _load(checkpoint, device, dtype),
             checkpoint.tokenizer(),
             ring=ring,
             lanes=lanes,
@@ -393,7 +390,7 @@ def _check_options(lanes: object, backend: object, seed: object, threads: object
     SamplingParams(seed=seed)  # type: ignore[arg-type]
 
 
-def _decoder(config: ModelConfig, device: str, dtype: str) -> Decoder:
+def _load(checkpoint: Checkpoint, device: str, dtype: str) -> Decoder:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -405,8 +402,8 @@ def _decoder(config: ModelConfig, device: str, dtype: str) -> Decoder:
             "device", device, "auto, cpu" + (", cuda" if torch.cuda.is_available() else " (no GPU is found)")
         )
     if dtype == "auto":
-        dtype = config.dtype if place.type == "cuda" else "float32"
+        dtype = ModelConfig.from_hf(checkpoint.config).dtype if place.type == "cuda" else "float32"
     if dtype not in DTYPES:
         raise RingkvError.bad("dtype", dtype, f"auto, {', '.join(DTYPES)}")
     log.info("running in %s on %s", dtype, place)
-    return Decoder(config, place, DTYPES[dtype])
+    return load_decoder(checkpoint, place, DTYPES[dtype])

@@ -38,7 +38,9 @@ def sample(logits: Tensor, filters: Filters | None, uniform: Tensor | None) -> T
     token = greedy
     if filters is not None and uniform is not None:
         temperature = filters.temperature.clamp(min=GREEDY_BELOW)[:, None]
-        drawn = _draw(((logits - top[:, None]) / temperature).to(torch.float32), filters, uniform)
+        # A row that is not finite is marked below; until then it must not upset the search.
+        centred = torch.where(top.isfinite()[:, None], logits - top[:, None], 0.0)
+        drawn = _draw((centred / temperature).to(torch.float32), filters, uniform)
         token = torch.where(filters.temperature < GREEDY_BELOW, greedy, drawn)
     return torch.where(top.isfinite(), token, -1)  # max propagates NaN
 

@@ -1,0 +1,293 @@
+"""The command line: parses into frozen dataclasses and calls the engine. stdout carries text or JSON only."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from ringkv.errors import RingkvError
+
+if TYPE_CHECKING:
+    from ringkv.engine.completion import Completion
+    from ringkv.engine.config import SamplingParams
+    from ringkv.engine.engine import Engine
+
+app = typer.Typer(
+    name="ringkv",
+    help="Long chain-of-thought generation on a KV ring of fixed size.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RING, SAMPLING, MACHINE, OUTPUT = "Ring", "Sampling", "Model and machine", "Output"
+
+
+def _option(help: str, panel: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What generate and chat share; None leaves the choice to the checkpoint or the engine's default."""
+
+    model: Annotated[str, _option("A folder, a .gguf file, a hub id, or smollm2.", MACHINE, "-m", "--model")] = (
+        "smollm2"
+    )
+    revision: Annotated[str | None, _option("Branch, tag or commit of a hub id.", MACHINE)] = None
+    device: Annotated[str, _option("auto, cpu, cuda or cuda:N.", MACHINE)] = "auto"
+    dtype: Annotated[str, _option("auto, float16, bfloat16, float32 or float64.", MACHINE)] = "auto"
+    backend: Annotated[str, _option("auto, torch or triton.", MACHINE)] = "auto"
+    threads: Annotated[int | None, _option("CPU threads.", MACHINE)] = None
+
+    budget: Annotated[int | None, _option("Tokens kept a KV head after an eviction (4096).", RING)] = None
+    window: Annotated[int | None, _option("Most recent tokens, never evicted; victims an eviction (64).", RING)] = None
+    policy: Annotated[
+        str | None, _option("What leaves: a name or name:field=value,... (vase-attnv; see `ringkv policies`).", RING)
+    ] = None
+    retention: Annotated[
+        str | None, _option("What of a prompt enters: refreekv, all, or refreekv:threshold=0.05.", RING)
+    ] = None
+    sinks: Annotated[int | None, _option("First tokens, always kept (4).", RING)] = None
+    pin: Annotated[str | None, _option("Also always kept: none, system or prompt (none).", RING)] = None
+
+    temperature: Annotated[float | None, _option("0 is greedy (0.6).", SAMPLING)] = None
+    top_p: Annotated[float | None, _option("Smallest set of likely tokens that reaches it (0.95).", SAMPLING)] = None
+    top_k: Annotated[int | None, _option("Only the k likeliest tokens; 0 is off (0).", SAMPLING)] = None
+    min_p: Annotated[float | None, _option("Only tokens this share as likely as the likeliest (0).", SAMPLING)] = None
+    seed: Annotated[int | None, _option("Same seed, same text.", SAMPLING)] = None
+    max_tokens: Annotated[int | None, _option("The limit (32768; under policy full what fits).", SAMPLING)] = None
+    stop: Annotated[list[str] | None, _option("A string that ends the text; may be repeated.", SAMPLING)] = None
+    thinking: Annotated[
+        bool | None, _option("Ask the chat template for a thought, or for none.", SAMPLING, "--thinking/--no-thinking")
+    ] = None
+    max_thinking_tokens: Annotated[int | None, _option("Close the thought after so many tokens.", SAMPLING)] = None
+    on_repetition: Annotated[str | None, _option("stop, close_thought or ignore (stop).", SAMPLING)] = None
+
+    system: Annotated[str | None, _option("A system message.", SAMPLING)] = None
+    raw: Annotated[bool, _option("Take the prompt as it is, without the chat template.", SAMPLING)] = False
+    stats: Annotated[bool, _option("Print the whole table of figures on stderr.", OUTPUT)] = False
+    quiet: Annotated[bool, _option("No summary on stderr.", OUTPUT, "-q", "--quiet")] = False
+    debug: Annotated[bool, _option("Tracebacks and log lines.", OUTPUT)] = False
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """The named options that were given."""
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def engine(self, lanes: int = 1) -> Engine:
+        """Load what these options name."""
+        from ringkv.engine.config import RingConfig
+        from ringkv.engine.engine import Engine
+
+        ring = RingConfig(**self.given("budget", "window", "policy", "retention", "sinks", "pin"))
+        machine = self.given("device", "dtype", "backend", "revision", "threads", "seed")
+        return Engine.from_pretrained(self.model, ring=ring, lanes=lanes, **machine)
+
+    def params(self, **more: Any) -> SamplingParams:
+        """The sampling options as the engine takes them."""
+        from ringkv.engine.config import SamplingParams
+
+        given = self.given("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "thinking")
+        given |= self.given("max_thinking_tokens", "on_repetition")
+        return SamplingParams(**given, **more)
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command every field of Options as an option; it receives them as its argument ``options``."""
+    hints = get_type_hints(Options, include_extras=True)
+    shared = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(Options)
+    ]
+    own_hints = get_type_hints(function, include_extras=True)
+    own = [
+        parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name != "options"
+    ]
+
+    def command(**values: Any) -> None:
+        options = Options(**{field.name: values.pop(field.name) for field in fields(Options)})
+        with reporting(options.debug):
+            function(options=options, **values)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *shared]}
+    return command
+
+
+@contextmanager
+def reporting(debug: bool) -> Iterator[None]:
+    """Errors as one line and an exit code: 2 bad input, 1 the machine, 130 interrupted, 0 a reader that left."""
+    if debug:
+        import logging
+
+        logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit; give it somewhere to write to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except (RingkvError, MemoryError, OSError, RuntimeError) as error:
+        if debug:
+            raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        typer.echo(f"ringkv: {text}", err=True)
+        raise typer.Exit(2 if isinstance(error, RingkvError) else 1) from None
+
+
+@contextmanager
+def interrupt_cancels(engine: Engine) -> Iterator[list[int]]:
+    """While open, the first Ctrl-C (or SIGTERM) ends the running request and the second one the program.
+
+    Yields:
+        A list that holds the signals that came.
+    """
+    came: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise KeyboardInterrupt
+        engine.cancel(0)
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@app.command()
+@with_options
+def generate(
+    options: Options,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)] = None,
+    prompt_file: Annotated[Path | None, _option("Read the prompt from a file.", OUTPUT)] = None,
+    json: Annotated[bool, _option("Print the completion as JSON.", OUTPUT, "--json")] = False,
+) -> None:
+    """Generate from one prompt, streaming the text to stdout."""
+    text = _prompt(prompt, prompt_file)
+    messages: Any = text
+    if options.system is not None:
+        if options.raw:
+            raise RingkvError("--system: it needs the chat template, which --raw leaves out")
+        messages = [{"role": "system", "content": options.system}, {"role": "user", "content": text}]
+    params = options.params()
+    with options.engine() as engine, interrupt_cancels(engine) as interrupted:
+        for event in engine.stream(messages, params, raw=options.raw):
+            if not json and event.channel == "answer":
+                typer.echo(event.text, nl=False)
+                sys.stdout.flush()
+        done = event.completion
+    assert done is not None
+    _finish(done, options, json)
+    if interrupted:
+        raise typer.Exit(130)
+    if done.finish_reason == "error":
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_options
+def chat(options: Options) -> None:
+    """Hold a conversation. /help lists the commands; Ctrl-C stops an answer, and leaves at the prompt."""
+    from ringkv.console import run_chat
+
+    params = options.params()
+    with options.engine() as engine:
+        run_chat(engine, params, options.system, options.stats, lambda: interrupt_cancels(engine))
+
+
+@app.command()
+def policies(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """List the eviction policies: hyperparameters with their defaults, paper, what stays."""
+    with reporting(debug=False):
+        from ringkv.engine.policies import policy_table
+
+        rows = policy_table()
+        if json:
+            import json as encoder
+
+            typer.echo(encoder.dumps(rows, ensure_ascii=False))
+            return
+        from ringkv.console import print_policies
+
+        print_policies(rows)
+
+
+def version(value: bool) -> None:
+    """--version."""
+    if value:
+        from ringkv import __version__
+
+        typer.echo(f"ringkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if (prompt is None) == (file is None):
+        raise RingkvError("prompt: give one, as an argument, as - for stdin, or with --prompt-file")
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RingkvError(f"--prompt-file {file}: cannot be read as UTF-8 text ({error})") from None
+    if prompt != "-":
+        return prompt or ""
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RingkvError(f"prompt from stdin: it is not UTF-8 ({error})") from None
+
+
+def _finish(done: Completion, options: Options, json: bool) -> None:
+    """What follows the text: the JSON, or a newline; then the summary or the table on stderr."""
+    if json:
+        import json as encoder
+
+        typer.echo(encoder.dumps(done.to_dict(), ensure_ascii=False))
+    else:
+        typer.echo("")
+    from ringkv.console import print_stats, summary
+
+    if options.stats:
+        print_stats(done)
+    elif not options.quiet:
+        typer.echo(summary(done), err=True)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
