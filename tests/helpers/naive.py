@@ -35,41 +35,110 @@ class Token:
     position: int
     k: Tensor  # [D]
     v: Tensor  # [D]
+    mass: float = 0.0  # attention got from every query so far, mean over the head group
 
     @property
     def v_range(self) -> float:
         return float(self.v.float().max() - self.v.float().min())
 
 
-# (candidates, window queries [G, W, D], budget, window, sinks, pin, noise per candidate) -> one priority a candidate
-Priority = Callable[["Eviction"], list[float]]
+# An eviction and the policy's fields -> one priority a candidate
+Priority = Callable[..., list[float]]
 
 
 @dataclass
 class Eviction:
     """One KV head that must lose ``victims`` tokens."""
 
-    tokens: list[Token]
+    heads: list[list[Token]]  # of every KV head of the layer, before any of them lost a token
+    head: int
     queries: Tensor  # [Hq, W, D]: of the whole layer, oldest first
-    group: slice  # this head's query heads
     budget: int
     window: int
     sinks: int
     pin: int
-    noise: Callable[[int], float]  # position -> uniform
+    seed: int
+    layer: int
+    number: int  # of this eviction, 0 at prefill
+
+    @property
+    def tokens(self) -> list[Token]:
+        return self.heads[self.head]
 
     @property
     def candidates(self) -> list[Token]:
         return self.tokens[: len(self.tokens) - self.window]
 
-    def attention(self, queries: Tensor) -> Tensor:
-        """softmax over candidates: [..., D] -> [..., c], float32."""
-        keys = torch.stack([token.k for token in self.candidates]).float()
-        return (queries.float() @ keys.T / math.sqrt(keys.shape[-1])).softmax(-1)
+    def noise(self, position: int) -> float:
+        return uniform(self.seed, (position, self.layer * 65536 + self.head, self.number, 1))
+
+    def logits(self, head: int) -> Tensor:
+        """q.k / sqrt(D) over the candidates of a KV head: [G, W, c], float32."""
+        group = len(self.queries) // len(self.heads)
+        tokens = self.heads[head][: len(self.tokens) - self.window]
+        keys = torch.stack([token.k for token in tokens]).float()
+        return self.queries[head * group : (head + 1) * group].float() @ keys.T / math.sqrt(keys.shape[-1])
+
+
+def random(e: Eviction) -> list[float]:
+    return [e.noise(token.position) for token in e.candidates]
+
+
+def value_range(e: Eviction) -> list[float]:
+    return [token.v_range for token in e.candidates]
+
+
+def tova(e: Eviction) -> list[float]:
+    rows = [e.logits(head)[:, -1].softmax(-1) for head in range(len(e.heads))]
+    return torch.cat(rows).mean(0).tolist()
+
+
+def h2o(e: Eviction) -> list[float]:
+    return [token.mass for token in e.candidates]
+
+
+def snapkv(e: Eviction, kernel: int = 5) -> list[float]:
+    return snapkv_score(e, kernel)
+
+
+def rkv(e: Eviction, lam: float = 0.1, kernel: int = 7, threshold: float = 0.5) -> list[float]:
+    attention = e.logits(e.head).amax(0).softmax(-1).mean(0).tolist()
+    half = kernel // 2
+    importance = [max(attention[max(0, i - half) : i + half + 1]) for i in range(len(attention))]
+    unit = [token.k.float() / (token.k.float().norm() + 1e-8) for token in e.tokens]
+    n = len(unit)
+    sums = torch.zeros(n)
+    for row in range(n):
+        cosines = torch.stack(unit) @ unit[row]
+        cosines[row] = 0
+        matches = [column for column in range(n) if cosines[column] > threshold]
+        cosines[matches[-1] if matches else 0] = 0
+        sums += cosines
+    redundancy = (sums / n).softmax(0).tolist()
+    return [lam * a - (1 - lam) * r for a, r in zip(importance, redundancy, strict=False)]
+
+
+def leverage(e: Eviction, rank: int, number: int) -> list[float]:
+    d = len(e.tokens[0].k)
+    rows = []
+    for i in range(d * rank):
+        words = philox(e.seed, (i, e.layer * 65536, number, 2))
+        u, w = (((word >> 9) + 0.5) / 2**23 for word in words[:2])
+        rows.append(math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * w) / math.sqrt(rank))
+    g = torch.tensor(rows).view(d, rank)
+    return [float((t.k.float() @ g).square().sum() * (t.v.float() @ g).square().sum()) for t in e.candidates]
+
+
+def curdkv(e: Eviction, rank: int = 20) -> list[float]:
+    return leverage(e, rank, 0)
+
+
+def vase_dkv(e: Eviction, rank: int = 20) -> list[float]:
+    return leverage(e, rank, e.number)
 
 
 def snapkv_score(e: Eviction, kernel: int) -> list[float]:
-    a = e.attention(e.queries[e.group]).mean(1)  # [G, c]
+    a = e.logits(e.head).softmax(-1).mean(1)  # [G, c]
     half, out = kernel // 2, []
     for i in range(a.shape[1]):
         out.append(float(a[:, max(0, i - half) : i + half + 1].sum(1).div(kernel).mean()))
@@ -97,7 +166,18 @@ def vase_attnv(e: Eviction, large: int | None = None, kernel: int = 5) -> list[f
     return out
 
 
-POLICIES: dict[str, Priority] = {"streaming": streaming, "vase-attnv": vase_attnv}
+POLICIES: dict[str, Priority] = {
+    "streaming": streaming,
+    "random": random,
+    "value-range": value_range,
+    "tova": tova,
+    "h2o": h2o,
+    "snapkv": snapkv,
+    "rkv": rkv,
+    "curdkv": curdkv,
+    "vase-attnv": vase_attnv,
+    "vase-dkv": vase_dkv,
+}
 
 
 class Naive:
@@ -110,6 +190,7 @@ class Naive:
 
     def __init__(self, config: object, weights: dict[str, Tensor]) -> None:
         self.c, self.w = config, weights
+        self.closest = math.inf  # smallest relative distance between a victim's priority and a survivor's
         self.dtype = weights["model.embed_tokens.weight"].dtype
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -153,6 +234,7 @@ class Naive:
         steps: int,
         *,
         policy: str = "streaming",
+        fields: dict[str, object] | None = None,
         budget: int,
         window: int,
         sinks: int = 4,
@@ -164,29 +246,26 @@ class Naive:
         """Greedy tokens, and the live positions of every layer and head at the end.
 
         Args:
+            policy: a name of POLICIES, or "full"; ``fields`` are its own.
             threshold: ReFreeKV's, or None to retain all of the prompt.
             forced: tokens to feed instead of the greedy ones.
         """
         c, group, n = self.c, self.c.heads // self.c.kv_heads, len(ids)
-        rules = {"budget": budget, "window": window, "sinks": sinks, "pin": pin}
+        rules = {"budget": budget, "window": window, "sinks": sinks, "pin": pin, "seed": seed}
         lists: list[list[list[Token]]] = [[[] for _ in range(c.kv_heads)] for _ in range(c.layers)]
         recent: list[list[Tensor]] = [[] for _ in range(c.layers)]  # queries [Hq, D], oldest first
         evictions = [0] * c.layers
 
         def evict(layer: int, victims: int, number: int) -> None:
-            for head in range(c.kv_heads):
-                tokens = lists[layer][head]
-                counter = (layer * 65536 + head, number, 1)
-                e = Eviction(
-                    tokens,
-                    torch.stack(recent[layer][-window:], dim=1),
-                    slice(head * group, (head + 1) * group),
-                    noise=lambda p, counter=counter: uniform(seed, (p, *counter)),
-                    **rules,
-                )
-                priority = POLICIES[policy](e)
+            before, queries = [list(tokens) for tokens in lists[layer]], torch.stack(recent[layer][-window:], dim=1)
+            for head, tokens in enumerate(before):
+                e = Eviction(before, head, queries, layer=layer, number=number, **rules)
+                priority = POLICIES[policy](e, **(fields or {}))
                 free = [i for i, t in enumerate(e.candidates) if t.position >= max(sinks, pin)]
-                out = set(sorted(free, key=lambda i: (priority[i], i))[:victims])
+                free.sort(key=lambda i: (priority[i], i))
+                out = set(free[:victims])
+                last, first = priority[free[victims - 1]], priority[free[victims]]
+                self.closest = min(self.closest, abs(last - first) / (abs(last) + 1e-30))
                 lists[layer][head] = [t for i, t in enumerate(tokens) if i not in out]
 
         # The prompt: dense causal attention, then what is retained.
@@ -194,19 +273,20 @@ class Naive:
         position = torch.arange(n)
         for layer in range(c.layers):
             q, k, v = self.qkv(layer, self.norm(x, f"model.layers.{layer}.input_layernorm"), position)
-            rows = []
+            rows, mass = [], torch.zeros(c.kv_heads, n)
             for h in range(c.heads):
                 score = q[:, h] @ k[:, h // group].T / math.sqrt(c.head_dim)
                 score = score.masked_fill(position[:, None] < position, -math.inf)
                 rows.append(score.softmax(-1) @ v[:, h // group])
+                mass[h // group] += score.softmax(-1).sum(0) / group
             recent[layer] = list(q)
             keep = set(range(n))
             if threshold is not None and layer >= 2:
                 keep = self.refreekv(q[-1], k, threshold)
                 keep |= set(range(min(n, max(sinks, pin)))) | set(range(max(0, n - window), n))
             for head in range(c.kv_heads):
-                lists[layer][head] = [Token(p, k[p, head], v[p, head]) for p in sorted(keep)]
-            if len(keep) >= budget + window:
+                lists[layer][head] = [Token(p, k[p, head], v[p, head], float(mass[head, p])) for p in sorted(keep)]
+            if policy != "full" and len(keep) >= budget + window:
                 evict(layer, len(keep) - budget, 0)
             x = self.after(layer, x, torch.stack(rows, dim=1).flatten(1))
         out = [int(self.head(x[-1:]).argmax())]
@@ -214,7 +294,7 @@ class Naive:
             token = forced[step] if forced else out[-1]
             self.step(token, n + step, lists, recent)
             for layer in range(c.layers):
-                if len(lists[layer][0]) == budget + window:
+                if policy != "full" and len(lists[layer][0]) == budget + window:
                     evictions[layer] += 1
                     evict(layer, window, evictions[layer])
             out.append(int(self.last.argmax()))
@@ -231,7 +311,10 @@ class Naive:
                     lists[layer][h // group].append(Token(at, k[0, h // group], v[0, h // group]))
                 tokens = lists[layer][h // group]
                 keys, values = torch.stack([t.k for t in tokens]), torch.stack([t.v for t in tokens])
-                rows.append((q[0, h] @ keys.T / math.sqrt(c.head_dim)).softmax(-1) @ values)
+                a = (q[0, h] @ keys.T / math.sqrt(c.head_dim)).softmax(-1)
+                for t, got in zip(tokens, a.tolist(), strict=True):
+                    t.mass += got / group
+                rows.append(a @ values)
             recent[layer].append(q[0])
             x = self.after(layer, x, torch.stack(rows).flatten()[None])
         self.last = self.head(x)[0]

@@ -1,0 +1,62 @@
+"""Rings filled by hand, without a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringkv.engine.config import RingConfig
+from ringkv.engine.policies import Policy
+from ringkv.engine.ring import Ring
+from ringkv.kernels.append import value_range
+from tiny import tiny_config
+
+
+def make_ring(
+    policy: str | Policy,
+    *,
+    budget: int,
+    window: int,
+    sinks: int = 4,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 4,
+    layers: int = 1,
+    lanes: int = 1,
+) -> Ring:
+    model = tiny_config(heads=heads, kv_heads=kv_heads, head_dim=head_dim, layers=layers)
+    config = RingConfig(budget, window, policy, "all", sinks)
+    return Ring(model, config, lanes, torch.device("cpu"), torch.float32)
+
+
+def fill(ring: Ring, layer: int, lane: int, q: Tensor, k: Tensor, v: Tensor, scramble: int | None = None) -> None:
+    """Put n tokens at positions 0 .. n-1 of one (layer, lane), each head in its own order of slots.
+
+    Args:
+        q: [Hq, W, D], the last W queries, oldest first. k, v: [H, n, D], in position order.
+        scramble: seed of the orders; None leaves slot = position.
+    """
+    heads, n = k.shape[:2]
+    window = ring.config.window
+    generator = torch.Generator().manual_seed(scramble or 0)
+    for head in range(heads):
+        order = torch.arange(ring.config.capacity)
+        if scramble is not None:
+            order = torch.randperm(ring.config.capacity, generator=generator)
+        slot = order[:n]
+        ring.order[layer, lane, head] = order.int()
+        ring.k[layer, lane, head, slot] = k[head].to(ring.k.dtype)
+        ring.v[layer, lane, head, slot] = v[head].to(ring.v.dtype)
+        ring.v_range[layer, lane, head, slot] = value_range(v[head])
+        ring.position[layer, lane, head] = -1
+        ring.position[layer, lane, head, slot] = torch.arange(n).int()
+    ring.queries[layer, lane, :, torch.arange(n - window, n) % window] = q.to(ring.queries.dtype)
+    ring.count[layer, lane] = n
+    ring.counts[layer, lane] = n
+    ring.spans[layer, lane] = ring.config.capacity
+    ring.seen[lane] = n
+
+
+def positions(ring: Ring, layer: int, lane: int) -> list[list[int]]:
+    """Live positions of each head, ascending."""
+    return [sorted(p for p in head if p >= 0) for head in ring.position[layer, lane].tolist()]
