@@ -21,6 +21,7 @@ from ringkv.engine.request import Generation, Request
 from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling import Sampler
+from ringkv.engine.steering import Steering
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoint import Checkpoint
 from ringkv.models.config import ModelConfig
@@ -84,7 +85,9 @@ class Engine:
         if tokenizer is not None:
             vocabulary = min(vocabulary, tokenizer.size)
         self.ring = Ring(model.config, ring, lanes, model.device, model.dtype)
-        self._runner = Runner(model, self.ring, Sampler(lanes, vocabulary, model.device))
+        self._runner = Runner(
+            model, self.ring, Sampler(lanes, vocabulary, model.device), Steering(lanes, None, model.device)
+        )
         self.prompts = Prompts(model.config, tokenizer, self.generation_config, ring, seed)
         self._lock = threading.Lock()
         self._holder: int | None = None
@@ -303,7 +306,7 @@ class Engine:
                             yield generation.request, event
                     if running:
                         with self._threads():
-                            tokens = self._runner.step()
+                            tokens = self._runner.step().tokens
                         for lane, generation in list(running.items()):
                             yield generation.request, self._take(running, generation, tokens[lane])
             finally:
@@ -320,8 +323,8 @@ class Engine:
         with self._threads():
             logits = self._runner.prefill(lane, request.ids)
             generation.retained = self.ring.counts[:, lane].tolist()
-            token = self._runner.first_token(lane, logits)
-        return [(generation, self._take(running, generation, token))]
+            drawn = self._runner.first(lane, logits)
+        return [(generation, self._take(running, generation, drawn.tokens[0]))]
 
     def _take(self, running: dict[int, Generation], generation: Generation, token: int) -> StreamEvent:
         """Account for a drawn token; a generation that ended leaves its lane."""

@@ -10,7 +10,8 @@ from ringkv.engine.policies import as_policy
 from ringkv.engine.request import Request
 from ringkv.engine.sampling import Sampling
 from ringkv.engine.seeds import effective_seed
-from ringkv.engine.text import ChatTemplate, IncrementalDecoder, encode_messages
+from ringkv.engine.template import ChatTemplate
+from ringkv.engine.text import IncrementalDecoder, encode_messages
 from ringkv.errors import RingkvError
 from ringkv.models.config import ModelConfig
 from ringkv.models.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ class Prompts:
         messages: list[Message] | None = None
         if isinstance(prompt, str):
             if raw:
-                ids = self._need_tokenizer().encode(prompt)
+                ids = self._need_tokenizer().encode(prompt, bos=True)
             else:
                 messages = [{"role": "user", "content": prompt}]
         elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
