@@ -105,7 +105,7 @@ def _open_alias() -> Checkpoint:
     from ringkv.models.gguf import GGUFCheckpoint, smollm2_path
 
     if (path := smollm2_path()) is not None:
-        return GGUFCheckpoint(path)
+        return GGUFCheckpoint(path, ALIAS)
     try:
         return _open_hub(_ALIAS_HUB_ID, None)
     except RingkvError as error:

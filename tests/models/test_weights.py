@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -442,6 +444,46 @@ def test_weights_from_memory_and_in_place(tiny_checkpoint: Callable[..., Path], 
 def test_a_state_dict_of_something_else_is_refused(bad: Any) -> None:
     with pytest.raises(RingkvError, match=r"x is .*: accepted is a tensor of floats"):
         StateDictCheckpoint({"x": bad}, {})
+
+
+# -- memory
+
+# VmHWM and not ru_maxrss: the latter begins with what the parent held when it forked.
+PEAK = """
+import sys, torch, gguf
+from pathlib import Path
+from ringkv.models.weights import load_decoder, open_checkpoint
+import ringkv.models.gguf
+
+def peak():
+    return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+
+before = peak()
+decoder = load_decoder(open_checkpoint(sys.argv[1]), torch.device("cpu"), torch.float32)
+assert decoder.embedding[-1].isfinite().all()
+print((peak() - before) / decoder.nbytes)
+"""
+
+
+def peak_of_a_load(model: str, cwd: Path) -> float:
+    """Peak resident memory of a load above the imports, in sizes of the model."""
+    process = subprocess.run(
+        [sys.executable, "-c", PEAK, model], cwd=cwd, capture_output=True, text=True, check=True, timeout=120
+    )
+    return float(process.stdout)
+
+
+def test_smollm2_loads_in_little_more_than_its_size(tmp_path: Path) -> None:
+    assert 1.0 <= peak_of_a_load("smollm2", tmp_path) < 1.3
+
+
+def test_a_folder_loads_in_little_more_than_its_size(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 30_000, "hidden_size": 1024, "intermediate_size": 4096}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 8, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = Decoder(ModelConfig.from_hf(config), torch.device("meta"), torch.float32).destinations()
+    save_file({name: torch.zeros(view.shape) for name, view in shapes.items()}, tmp_path / "model.safetensors")
+    assert 1.0 <= peak_of_a_load(str(tmp_path), tmp_path) < 1.3
 
 
 # -- finding one
