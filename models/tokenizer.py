@@ -1,0 +1,255 @@
+"""Text to ids and back, and what a checkpoint says of its control tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, pre_tokenizers
+
+from ringkv.errors import RingkvError
+from ringkv.models.keys import read_json, refusal
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "▁"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte that each character of byte-level BPE stands for: its own, or the next one that is not printable."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    printable = {character for character in alphabet if ord(character) < 256}
+    hidden = [byte for byte in range(256) if chr(byte) not in printable]
+    stand_ins = sorted(set(alphabet) - printable)
+    return {character: ord(character) for character in printable} | dict(zip(stand_ins, hidden, strict=True))
+
+
+_BYTES = _byte_alphabet()
+
+
+class Tokenizer:
+    """A ``tokenizers.Tokenizer``, byte-level or with SentencePiece's spaces, and what its control tokens are.
+
+    A control token is an added token, special or not, that is never parsed in a text said to be plain. Added tokens
+    of one character or of blanks only are words that the vocabulary lacked, and are parsed everywhere.
+
+    Args:
+        backend: used as it is, but that truncation and padding are switched off.
+        special_tokens: texts by name (``bos_token``, ``eos_token``, ...), as chat templates know them.
+        chat_template: the source of the jinja template, if there is one.
+        add_bos: whether a text begins with BOS; None: if the backend's post-processor says so.
+        eos_ids: what ends a text; None: the id of ``eos_token``.
+
+    Attributes:
+        bos_id: None where there is none.
+        special_ids: ids whose text is not shown: the added tokens that are special.
+        control_tokens: the ids of the control tokens by their texts.
+        drops_space: whether the first space of a decoded text is not part of it (SentencePiece).
+        size: one more than the largest id; a model's ids from it on are padding.
+
+    Raises:
+        RingkvError: the backend's decoder is of another kind.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+        add_bos: bool | None = None,
+        eos_ids: Sequence[int] | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        self._byte_level, self._byte_tokens, self.drops_space = _decoding(backend)
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+        self.bos_id = self.token_to_id(self.special_tokens.get("bos_token", ""))
+        self.add_bos = self._begins_with_bos() if add_bos is None else add_bos
+        eos_id = self.token_to_id(self.special_tokens.get("eos_token", ""))
+        self.eos_ids = tuple(eos_ids) if eos_ids is not None else () if eos_id is None else (eos_id,)
+        self.special_ids = frozenset(id for id, token in self._added.items() if token.special)
+        self.control_tokens = {token.content: id for id, token in self._added.items() if _is_control(token)}
+        self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer | None:
+        """The tokenizer of a Hugging Face folder: ``tokenizer.json`` as it is; None where the folder has none.
+
+        Special tokens come from ``tokenizer_config.json``, then ``special_tokens_map.json``; the chat template from
+        ``chat_template.jinja``, then ``chat_template.json``, then ``tokenizer_config.json``.
+
+        Raises:
+            RingkvError: a file is broken, or there is a vocabulary without ``tokenizer.json``.
+        """
+        if not (path := folder / "tokenizer.json").is_file():
+            for other in ("tokenizer.model", "vocab.json"):
+                if (folder / other).is_file():
+                    raise RingkvError(f"{folder}: {other} without tokenizer.json, the only tokenizer that is read")
+            return None
+        config, names = (
+            _optional_json(folder / "tokenizer_config.json"),
+            _optional_json(folder / "special_tokens_map.json"),
+        )
+        with refusing(path):
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        return cls(
+            backend,
+            special_tokens=_special_tokens(names) | _special_tokens(config),
+            chat_template=_chat_template(folder, config),
+        )
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by its exact text in the vocabulary; None where there is no such token."""
+        id: int | None = self._backend.token_to_id(token)
+        return id
+
+    def encode(self, text: str, *, control: bool = True, bos: bool = False) -> list[int]:
+        """The ids of a text; ``bos`` puts BOS in front where the tokenizer adds one and the text has none.
+
+        Args:
+            control: whether control tokens in the text are parsed; otherwise they are text like any other.
+
+        Raises:
+            RingkvError: the text holds half a surrogate pair.
+        """
+        ids: list[int] = self._encoding(self._backend, text).ids if control else self.encode_parts([text])
+        if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def encode_parts(self, parts: Iterable[str | int]) -> list[int]:
+        """The ids of a text whose control tokens are known: plain texts, never parsed for any, and ids between them.
+
+        The same ids as ``encode`` gives for the joined text, where no plain text holds a control token.
+
+        Raises:
+            RingkvError: a text holds half a surrogate pair, or its words alone give a control token.
+        """
+        plain, names, ours = self._plain
+        text = "".join(part if isinstance(part, str) else names[part] for part in parts)
+        encoding = self._encoding(plain, text)
+        ids = []
+        for id, token in zip(encoding.ids, encoding.tokens, strict=True):
+            if token in self.control_tokens:
+                raise RingkvError(f"text: the tokenizer makes the control token {token!r} of plain text")
+            ids.append(ours.get(token, id))
+        return ids
+
+    def token_bytes(self, id: int) -> bytes:
+        """What a token adds to the text; empty for an id that is none."""
+        if (added := self._added.get(id)) is not None:
+            return added.content.encode()
+        token: str | None = self._backend.id_to_token(id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            known = all(character in _BYTES for character in token)
+            return bytes(_BYTES[character] for character in token) if known else token.encode()
+        if self._byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        return token.replace(_SPACE, " ").encode()
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, without the special ones; bytes that are not UTF-8 become U+FFFD."""
+        text = b"".join(self.token_bytes(id) for id in ids if id not in self.special_ids).decode(errors="replace")
+        return text.removeprefix(" ") if self.drops_space else text
+
+    def _encoding(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+        try:
+            return backend.encode(text, add_special_tokens=False)
+        except TypeError as error:
+            raise RingkvError("text: it holds half a surrogate pair, which is not valid Unicode") from error
+
+    def _begins_with_bos(self) -> bool:
+        return self.bos_id is not None and self._backend.encode("a").ids[:1] == [self.bos_id]
+
+    @cached_property
+    def _plain(self) -> tuple[tokenizers.Tokenizer, dict[int, str], dict[str, int]]:
+        """A tokenizer that knows the control tokens by secret names only; these by id; the ids of its added tokens.
+
+        So a text can hold both: control tokens under their secret names, and texts that merely look like them. The
+        words between are cut where the first tokenizer cuts them, since the tokens are as greedy for blanks.
+        """
+        plain = tokenizers.Tokenizer(self._backend.model)
+        if self._backend.normalizer is not None:
+            plain.normalizer = self._backend.normalizer
+        if self._backend.pre_tokenizer is not None:
+            plain.pre_tokenizer = self._backend.pre_tokenizer
+        nonce = secrets.token_hex(8)
+        names = {id: f"\U0010fffd{nonce}:{id}\U0010fffd" for id in self.control_tokens.values()}
+        texts = {id: names.get(id, token.content) for id, token in sorted(self._added.items())}
+        added = [
+            AddedToken(texts[id], lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized)
+            for id, token in sorted(self._added.items())
+        ]
+        plain.add_tokens(added)
+        return plain, names, {text: id for id, text in texts.items()}
+
+
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """RingkvError for whatever the tokenizers library raises, panics of its Rust code included."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise RingkvError(f"{path}: not a tokenizer: {' '.join(str(error).split())}") from error
+        raise
+
+
+def _is_control(token: AddedToken) -> bool:
+    return bool(token.special or len(token.content.strip()) > 1)
+
+
+def _decoding(backend: tokenizers.Tokenizer) -> tuple[bool, bool, bool]:
+    """Whether tokens are byte-level; else whether some are single bytes, and whether a first space is dropped."""
+    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+    steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
+    if "ByteLevel" in steps:
+        return True, False, False
+    spaces = "Metaspace" in steps or steps.get("Replace", {}).get("pattern") == {"String": _SPACE}
+    if not spaces:
+        raise RingkvError(
+            f"tokenizer.json: decoder = {' + '.join(steps)}: accepted is ByteLevel, Metaspace or a Replace of {_SPACE}"
+        )
+    drops = steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
+    return False, "ByteFallback" in steps, drops or steps.get("Strip", {}).get("start", 0) > 0
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The keys that name a token; its text may be the content of an object."""
+    texts = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key.endswith("_token")
+    }
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    if (path := folder / "chat_template.jinja").is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RingkvError(f"{path}: cannot be read: {error}") from error
+    template = _optional_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise refusal(f"{folder}: chat_template", template, "a text, or a list of texts with names")
+    return template
