@@ -20,6 +20,8 @@ from ringkv.engine.retention import as_retention
 from ringkv.engine.state import PolicyState
 from ringkv.kernels.append import append, value_range
 from ringkv.kernels.attention import decode_attention
+from ringkv.kernels.backend import runs_triton
+from ringkv.kernels.layer import LayerRing, Places, places
 from ringkv.kernels.select import lowest, partition
 from ringkv.models.config import ModelConfig
 
@@ -75,11 +77,12 @@ class Ring:
             np.zeros((model.layers, lanes), dtype=np.int64) for _ in range(4)
         )
         self._set_running([])
-        # The first row of each (lane, head) where a layer is seen as rows of slots, and of queries.
-        self._slot_base = (
-            torch.arange(lanes * self.kv_heads, device=device).view(lanes, self.kv_heads) * config.capacity
-        )
-        self._query_base = torch.arange(lanes * self.heads, device=device).view(lanes, self.heads) * config.window
+        names = ("k", "v", "position", "order", "v_range", "queries", "count", "evictions")
+        self._views = [
+            LayerRing(**{name: getattr(self, name)[layer] for name in names}, seen=self.seen, active=self.active)
+            for layer in range(model.layers)
+        ]
+        self._places: list[Places | None] = [None] * model.layers
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is counted in ``nbytes``, by name."""
@@ -130,46 +133,34 @@ class Ring:
     # -- one token a lane ------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Find the slots that this step writes, and mark them with their position, for all layers at once."""
-        base = (
-            self._slot_base
-            + self.order.gather(3, self.count[:, :, None, None].expand(-1, -1, self.kv_heads, 1).long())[..., 0]
-        )
-        query = self._query_base + (self.seen % self.config.window)[:, None]
-        seen = self.seen[:, None].expand(-1, self.kv_heads)
-        if self._lanes is not None:
-            base, query, seen = base[:, self._lanes], query[self._lanes], seen[self._lanes]
-        self._rows, self._query_rows = base.flatten(1), query.flatten()  # [L, b * H], [b * Hq]
-        marks = seen.flatten().to(torch.int32).expand(self.layers, -1)
-        self.position.view(self.layers, -1).scatter_(1, self._rows, marks)
-        self.state.zero(self._rows)
+        """On the torch path, find the slots that this step writes and mark them, for all layers at once."""
+        if runs_triton(self.k):
+            self._places = [None] * self.layers
+            return
+        lanes = self._lanes
+        rows, query_rows = places(self.order, self.count, self.seen, self.heads, self.config.window, lanes)
+        seen = self.seen if lanes is None else self.seen[lanes]
+        marks = seen[:, None].expand(-1, self.kv_heads).flatten().to(torch.int32)
+        self.position.view(self.layers, -1).scatter_(1, rows, marks.expand(self.layers, -1))
         written = np.zeros_like(self.spans)
         written[:, self.running] = np.maximum(self.spans, self.counts + 1)[:, self.running]
-        self._written: list[list[int]] = written.tolist()
+        self._places = [Places(rows[layer], query_rows, lanes, spans) for layer, spans in enumerate(written.tolist())]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
+    ) -> Tensor:
         """Write one token a running lane into a layer, and attend to what is live in it.
 
         Args:
-            q: [B, Hq, D]; k, v: [B, H, D]; rows of lanes that do not run are ignored.
+            qkv: [B, (Hq + 2H) * D], the fused projection; rows of lanes that do not run are ignored.
+            norms: the weights [D] of the query and the key norm, or None; eps: theirs.
+            cos, sin: [B, D/2] float32, the angles of position ``seen``.
 
         Returns:
             [B, Hq, D]; zeros for a lane that does not run.
         """
-        rows = self._rows[layer]
-        append(
-            rows,
-            self._query_rows,
-            self._lanes,
-            q,
-            k,
-            v,
-            self.k[layer],
-            self.v[layer],
-            self.v_range[layer],
-            self.queries[layer],
-        )
-        return decode_attention(q, self.k[layer], self.v[layer], self.position[layer], self._written[layer])
+        view, at = self._views[layer], self._places[layer]
+        return decode_attention(append(qkv, norms, eps, cos, sin, view, at), view, at)
 
     def end_step(self) -> None:
         """Count the token that every running lane has written, and evict where a layer is now full."""
@@ -238,6 +229,7 @@ class Ring:
         self.order[layer, lane] = slot.int()
         position = self.position[layer, lane]
         self.position[layer, lane] = position.scatter_(2, slot[..., self.config.budget :], -1)
+        self.state.clear(layer, lane, slot[..., self.config.budget :])
         self.count[layer, lane] -= self.config.window
         self.evictions[layer, lane] += 1
         for pair in pairs:

@@ -119,8 +119,8 @@ class Runner:
         angles = model.angles(ring.seen, ring.seen + 1)
 
         def attention(layer: Layer, qkv: Tensor) -> Tensor:
-            q, k, v = model.split(layer, qkv[: ring.lanes], angles[layer.index])
-            out = ring.attend(layer.index, q, k, v).flatten(1)
+            norms, eps = layer.qk_norms, model.config.rms_eps
+            out = ring.attend(layer.index, qkv[: ring.lanes], norms, eps, *angles[layer.index]).flatten(1)
             return F.pad(out, (0, 0, 0, self._padding)) if self._padding else out
 
         ids = token.clamp(min=0)

@@ -36,13 +36,16 @@ class PolicyState:
 
     def reset(self, lane: int) -> None:
         """Forget a lane's request."""
+        for values in self.slots.values():
+            values[:, lane] = 0.0
         for name, start in self.start.items():
             self.lanes[name][:, lane] = start
 
-    def zero(self, rows: Tensor) -> None:
-        """Zero the values of the slots that are about to be written: rows [L, b * H] of each layer."""
-        for values in self.slots.values():
-            values.view(len(values), -1).scatter_(1, rows, 0.0)
+    def clear(self, layer: Tensor, lane: Tensor, slot: Tensor) -> None:
+        """Zero the values of P pairs' slots [P, H, w] that become free: what is written there next starts at 0."""
+        for name, values in self.slots.items():
+            own = values[layer, lane]
+            self.slots[name][layer, lane] = own.scatter_(2, slot, 0.0)
 
     def gather(self, layer: Tensor, lane: Tensor, slot: Tensor) -> dict[str, Tensor]:
         """For P pairs, in the order of ``slot`` [P, H, n]."""

@@ -1,39 +1,51 @@
-"""Write one token a lane into a layer of the ring."""
+"""Norm and rotate the heads of one token a lane, and write them into a layer of the ring."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from ringkv.kernels.backend import dispatched
+from ringkv.kernels.layer import LayerRing, Places
+from ringkv.kernels.rotate import split_rotate
 
+
+@dispatched
 def append(
-    rows: Tensor,
-    query_rows: Tensor,
-    lanes: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ring_k: Tensor,
-    ring_v: Tensor,
-    v_range: Tensor,
-    queries: Tensor,
-) -> None:
-    """Scatter keys, values, value ranges and queries to their slots, in place.
+    qkv: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    ring: LayerRing,
+    at: Places | None,
+) -> Tensor:
+    """Write a step's keys, values, value ranges and queries to their slots, in place; return the queries.
 
     Args:
-        rows: int64 [b * H], for the b running lanes the row (lane * H + head) * S + slot that each head writes.
-        query_rows: int64 [b * Hq], the row (lane * Hq + head) * W + seen mod W.
-        lanes: int64 [b], the running lanes, or None when all run. Nothing of another lane is written.
-        q: [B, Hq, D]. k, v: [B, H, D].
-        ring_k, ring_v: [B, H, S, D]. v_range: float32 [B, H, S]. queries: [B, Hq, W, D]. One layer of each.
+        qkv: [B, (Hq + 2H) * D], the fused projection.
+        norms: the weights [D] of the query and the key norm, or None.
+        eps: of these norms.
+        cos, sin: [B, D/2] float32, the angles of position ``ring.seen``.
+        ring: the layer. Nothing of a lane that is not active is written.
+        at: where to write. The twin needs it, and leaves the position marks to whoever made it, since one write
+            then serves all layers; the kernel finds the slots and marks them itself.
+
+    Returns:
+        [B, Hq, D] after norm and RoPE; undefined for a lane that is not active.
     """
-    if lanes is not None:
-        q, k, v = q[lanes], k[lanes], v[lanes]
-    _rows(ring_k).index_copy_(0, rows, k.flatten(0, 1).to(ring_k.dtype))
-    stored = v.flatten(0, 1).to(ring_v.dtype)
-    _rows(ring_v).index_copy_(0, rows, stored)
-    v_range.view(-1).index_copy_(0, rows, value_range(stored))
-    _rows(queries).index_copy_(0, query_rows, q.flatten(0, 1).to(queries.dtype))
+    assert at is not None
+    heads, kv_heads = ring.queries.shape[1], ring.k.shape[1]
+    q, k, v = split_rotate(qkv, norms, eps, cos, sin, heads, kv_heads)
+    own_q = q
+    if at.lanes is not None:
+        own_q, k, v = q[at.lanes], k[at.lanes], v[at.lanes]
+    _rows(ring.k).index_copy_(0, at.rows, k.flatten(0, 1).to(ring.k.dtype))
+    stored = v.flatten(0, 1).to(ring.v.dtype)
+    _rows(ring.v).index_copy_(0, at.rows, stored)
+    ring.v_range.view(-1).index_copy_(0, at.rows, value_range(stored))
+    _rows(ring.queries).index_copy_(0, at.query_rows, own_q.flatten(0, 1).to(ring.queries.dtype))
+    return q
 
 
 def value_range(v: Tensor) -> Tensor:

@@ -1,0 +1,134 @@
+"""Decode attention over the ring: the slots of each lane and KV head are split over programs, and merged."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringkv.kernels.layer import LayerRing, Places
+
+TILE_BYTES = 16384  # of keys, and as many of values, that a program reads at once
+PROGRAMS = 264  # two for each multiprocessor of a large GPU: all run at once
+
+
+@triton.jit
+def _attend(
+    q,
+    k,
+    v,
+    position,
+    count,
+    evictions,
+    active,
+    parts,
+    stats,
+    slots,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """One split of one lane and KV head: its weighted values, their greatest logit and the sum of their weights."""
+    lane = tl.program_id(0) // KV_HEADS
+    split = tl.program_id(1)
+    base = tl.program_id(0).to(tl.int64) * slots
+    # Until its first eviction a lane fills the slots in order; the new token is not counted yet.
+    span = tl.where(tl.load(evictions + lane) > 0, slots, tl.minimum(tl.load(count + lane) + 1, slots))
+    span = tl.where(tl.load(active + lane) != 0, span, 0)
+    chunk = tl.cdiv(tl.cdiv(span, BLOCK), SPLITS) * BLOCK
+
+    row = tl.arange(0, ROWS)
+    d = tl.arange(0, WIDE)
+    head = tl.program_id(0).to(tl.int64) * GROUP + row
+    own = (row < GROUP)[:, None] & (d < D)[None, :]
+    query = tl.load(q + head[:, None] * D + d[None, :], mask=own, other=0.0)
+
+    greatest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDE], tl.float32)
+    for start in range(split * chunk, tl.minimum((split + 1) * chunk, span), BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        visible = tl.load(position + base + slot, mask=slot < span, other=-1) >= 0
+        inside = visible[:, None] & (d < D)[None, :]
+        pointer = (base + slot)[:, None] * D + d[None, :]
+        keys = tl.load(k + pointer, mask=inside, other=0.0)
+        logits = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        logits = tl.where(visible[None, :], logits, float("-inf"))
+        above = tl.maximum(greatest, tl.max(logits, 1))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        # Scaled after the difference: the largest weights then carry the least rounding.
+        weight = tl.exp((logits - safe[:, None]) * scale)
+        fade = tl.exp((greatest - safe) * scale)
+        values = tl.load(v + pointer, mask=inside, other=0.0)
+        mixed = mixed * fade[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+        total = total * fade + tl.sum(weight, 1)
+        greatest = above
+
+    part = head * SPLITS + split
+    tl.store(parts + part[:, None] * D + d[None, :], mixed, mask=own)
+    tl.store(stats + part * 2, greatest, mask=row < GROUP)
+    tl.store(stats + part * 2 + 1, total, mask=row < GROUP)
+
+
+@triton.jit
+def _merge(parts, stats, out, scale, D: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Join the splits of one query head by their log-sum-exp."""
+    head = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, COLUMNS)
+    d = tl.arange(0, WIDE)
+    part = head * SPLITS + split
+    greatest = tl.load(stats + part * 2, mask=split < SPLITS, other=float("-inf"))
+    total = tl.load(stats + part * 2 + 1, mask=split < SPLITS, other=0.0)
+    above = tl.max(greatest, 0)
+    weight = tl.exp((greatest - tl.where(above == float("-inf"), 0.0, above)) * scale)
+    inside = (split < SPLITS)[:, None] & (d < D)[None, :]
+    mixed = tl.load(parts + part[:, None] * D + d[None, :], mask=inside, other=0.0)
+    whole = tl.sum(total * weight, 0)
+    mixed = tl.sum(mixed * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    tl.store(out + head * D + d, mixed, mask=d < D)
+
+
+def decode_attention(q: Tensor, ring: LayerRing, at: Places | None) -> Tensor:
+    """See ``attention.decode_attention``; needs no ``at``."""
+    for tensor in (q, ring.k, ring.v, ring.position):
+        assert tensor.is_contiguous()
+    lanes, kv_heads, slots, d = ring.k.shape
+    heads, group = q.shape[1], q.shape[1] // kv_heads
+    wide = triton.next_power_of_2(d)
+    block = max(16, TILE_BYTES // (wide * ring.k.itemsize))
+    splits = max(1, min(triton.cdiv(slots, block), PROGRAMS // (lanes * kv_heads)))
+    scale = d**-0.5
+    parts = torch.empty(lanes, heads, splits, d, dtype=torch.float32, device=q.device)
+    stats = torch.empty(lanes, heads, splits, 2, dtype=torch.float32, device=q.device)
+    _attend[(lanes * kv_heads, splits)](
+        q,
+        ring.k,
+        ring.v,
+        ring.position,
+        ring.count,
+        ring.evictions,
+        ring.active,
+        parts,
+        stats,
+        slots,
+        scale,
+        kv_heads,
+        group,
+        d,
+        max(16, triton.next_power_of_2(group)),
+        wide,
+        block,
+        splits,
+        num_warps=4,
+        num_stages=3,
+    )
+    out = torch.empty_like(q)
+    _merge[(lanes * heads,)](parts, stats, out, scale, d, wide, splits, triton.next_power_of_2(splits), num_warps=2)
+    return out

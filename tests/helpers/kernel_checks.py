@@ -1,0 +1,110 @@
+"""What the tests of kernels share: shapes, a filled layer of a ring, and the tolerance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringkv.kernels.backend import use
+from ringkv.kernels.layer import LayerRing, Places, places
+
+SLOTS, GROUPS, DIMS, DTYPES = (63, 100, 111, 1000), (1, 3, 7, 8), (64, 80, 128), (torch.float32, torch.float16)
+# Every pair of two parameters occurs.
+SHAPES = [
+    (slots, group, DIMS[(i + j) % 3], DTYPES[(i + j // 2) % 2])
+    for i, slots in enumerate(SLOTS)
+    for j, group in enumerate(GROUPS)
+]
+
+
+def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The distance of neighbouring numbers of ``dtype`` at the size of ``x``, float64."""
+    info = torch.finfo(dtype)
+    return torch.clamp(2.0 ** x.abs().double().clamp(min=info.tiny).log2().floor(), min=info.tiny) * info.eps
+
+
+def assert_as_exact(kernel: Tensor, twin: Tensor, exact: Tensor) -> None:
+    """Row by row: the kernel's error against float64 is at most twice the twin's, or two ulp of the largest output."""
+    assert kernel.shape == twin.shape == exact.shape
+    assert kernel.dtype == twin.dtype
+    error = (kernel.double() - exact).abs().amax(-1)
+    allowed = torch.maximum(2 * (twin.double() - exact).abs().amax(-1), 2 * ulp(exact.abs().amax(-1), kernel.dtype))
+    worst = (error / allowed).max()
+    assert (error <= allowed).all(), f"error is {float(worst):.3g} times what is allowed"
+
+
+def widened(value: Any) -> Any:
+    """Floats as float64, in tensors, rings and tuples."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(widened(each) for each in value)
+    if isinstance(value, LayerRing):
+        return replace(value, **{name: widened(getattr(value, name)) for name in ("k", "v", "queries")})
+    return value
+
+
+def three_ways(operation: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """What the kernel gives, the twin, and the twin in float64."""
+    with use("triton"):
+        kernel = operation(*args, **options)
+    with use("torch"):
+        twin = operation(*args, **options)
+        exact = operation(*(widened(arg) for arg in args), **options)
+    return kernel, twin, exact
+
+
+def layer(
+    lanes: int, kv_heads: int, group: int, slots: int, d: int, window: int, dtype: torch.dtype, seed: int = 0
+) -> LayerRing:
+    """A layer whose lanes are all active and evicted before: a permuted order, some slots invisible."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    count = torch.randint(slots // 2, slots, (lanes,), generator=generator, dtype=torch.int32)
+    order = torch.stack([torch.randperm(slots, generator=generator) for _ in range(lanes * kv_heads)])
+    order = order.view(lanes, kv_heads, slots)
+    position = torch.full((lanes, kv_heads, slots), -1, dtype=torch.int32)
+    for lane in range(lanes):
+        live = order[lane, :, : count[lane]]
+        position[lane].scatter_(1, live, torch.arange(int(count[lane]), dtype=torch.int32).expand_as(live) * 3)
+    k, v = normal(lanes, kv_heads, slots, d), normal(lanes, kv_heads, slots, d)
+    return LayerRing(
+        k=k,
+        v=v,
+        position=position,
+        order=order.int(),
+        v_range=(v.float().amax(-1) - v.float().amin(-1)),
+        queries=normal(lanes, kv_heads * group, window, d),
+        count=count,
+        evictions=torch.ones(lanes, dtype=torch.int32),
+        seen=count.long() * 3 + 1,
+        active=torch.ones(lanes, dtype=torch.bool),
+    )
+
+
+def poisoned(ring: LayerRing) -> LayerRing:
+    """NaN in every slot that attention must not see."""
+    hidden = (ring.position < 0)[..., None]
+    return replace(ring, k=ring.k.masked_fill(hidden, torch.nan), v=ring.v.masked_fill(hidden, torch.nan))
+
+
+def clone(ring: LayerRing) -> LayerRing:
+    return replace(ring, **{name: tensor.clone() for name, tensor in vars(ring).items()})
+
+
+def torch_places(ring: LayerRing) -> Places:
+    """Where the twin writes: what the ring works out once a step."""
+    lanes = None if ring.active.all() else ring.active.nonzero()[:, 0]
+    rows, query_rows = places(
+        ring.order[None], ring.count[None], ring.seen, ring.queries.shape[1], ring.queries.shape[2], lanes
+    )
+    slots = ring.k.shape[2]
+    span = torch.where(ring.evictions > 0, slots, ring.count + 1).clamp(max=slots)
+    return Places(rows[0], query_rows, lanes, torch.where(ring.active, span, 0).tolist())

@@ -1,0 +1,9 @@
+"""Kernels run here in Triton's interpreter, which must be chosen before triton is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+assert "triton" not in sys.modules or os.environ.get("TRITON_INTERPRET") == "1", "triton was imported too early"
+os.environ["TRITON_INTERPRET"] = "1"
