@@ -59,7 +59,7 @@ class RepetitionDetector:
     How: a period is found early and cheaply, and then only awaited. Each level looks for periods up to its own P. At
     every P / 8 or so tokens it seeks the smallest d <= P which the last P + d tokens keep, with the hashes of about
     2 sqrt(P) blocks (baby steps, giant steps). A binary search over hashes tells where the run began, hence when it is
-    due; then one hash says whether it is unbroken, and a comparison of all its tokens whether the hashes told the truth.
+    due; then one hash says whether it is unbroken, and a comparison of all its tokens whether hashes told the truth.
 
     Why it is exact: levels are spaced so that p + P + P // 4 <= need(p) for every period above those of the level
     below, and a block, its steps and the wait for the next look fit in there: a run is found before it is due. One
@@ -164,7 +164,7 @@ class RepetitionDetector:
                 self._loops.append(run)
 
     def _find(self, level: _Level, n: int) -> int:
-        """The smallest period up to ``level.longest`` that the last ``level.size`` tokens and itself more keep, or 0."""
+        """The smallest period up to ``longest`` that the last ``size`` tokens and itself more keep, or 0."""
         size, stride, power = level.size, level.stride, level.power
         hashes = self._hashes
 

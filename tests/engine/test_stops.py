@@ -1,0 +1,90 @@
+"""Stop strings (E3): cut exactly, never shown in part, however the text is divided."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ringkv.engine.stops import StopStrings
+from ringkv.errors import RingkvError
+
+
+def one_shot(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """Reads ever longer beginnings of the text until one ends with a stop string."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            stop = max(complete, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+def stream(pieces: list[str], stops: list[str]) -> tuple[list[str], str | None]:
+    """What is shown after each piece, and the stop string."""
+    holder = StopStrings(stops)
+    shown = []
+    for piece in pieces:
+        visible, hit = holder.push(piece)
+        shown.append(visible)
+        if hit is not None:
+            return [*shown, holder.flush()], hit
+    return [*shown, holder.flush()], None
+
+
+PIECES = st.lists(st.text("ab é\n", max_size=4), max_size=12)
+STOPS = st.lists(st.text("ab é\n", min_size=1, max_size=5), max_size=4)
+
+
+@given(PIECES, STOPS)
+@example(["xab", "cd"], ["abcd", "bc"])
+@example(["xabc"], ["bc", "abc"])
+@example(["aab"], ["ab"])
+def test_joined_stream_is_the_one_shot_cut(pieces, stops):
+    shown, hit = stream(pieces, stops)
+    assert ("".join(shown), hit) == one_shot("".join(pieces), stops)
+
+
+@given(PIECES, STOPS)
+def test_shows_at_once_all_that_cannot_be_a_stop_string(pieces, stops):
+    # As little is held as can be: some text that may follow would make the held part a stop string.
+    holder = StopStrings(stops)
+    seen = shown = ""
+    for piece in pieces:
+        visible, hit = holder.push(piece)
+        if hit is not None:
+            break
+        seen, shown = seen + piece, shown + visible
+        held = seen.removeprefix(shown)
+        beginnings = [stop[:end] for stop in stops for end in range(1, len(stop))]
+        assert len(held) == max((len(start) for start in beginnings if seen.endswith(start)), default=0)
+
+
+@pytest.mark.parametrize(
+    "pieces,stops,shown,hit",
+    [
+        (["Hello", " wor", "ld END", " more"], ["END"], "Hello world ", "END"),  # inside one token
+        (["Hello E", "N", "D more"], ["END"], "Hello ", "END"),  # over token borders
+        (["one", "\n", "\n", "two"], ["\n\n"], "one", "\n\n"),
+        (["a stop", "s here"], [" stops"], "a", " stops"),  # with a leading space
+        (["fine 👩", "\u200d👩", "\u200d👧 ok"], ["👩\u200d👧"], "fine 👩\u200d", "👩\u200d👧"),  # emoji
+        (["xabcd"], ["abcd", "bc"], "xa", "bc"),  # overlapping: complete first
+        (["xabc"], ["bc", "abc"], "x", "abc"),  # complete together: the longest
+        (["first b then a"], ["a", "b"], "first ", "b"),
+        (["", "EN", ""], ["END"], "EN", None),
+        (["all of it"], [], "all of it", None),
+    ],
+)
+def test_cuts(pieces, stops, shown, hit):
+    assert ("".join(stream(pieces, stops)[0]), stream(pieces, stops)[1]) == (shown, hit)
+
+
+def test_nothing_is_held_when_nothing_can_match():
+    assert StopStrings(["END"]).push("the E") == ("the ", None)
+    assert StopStrings(["END"]).push("the Ex") == ("the Ex", None)
+
+
+@pytest.mark.parametrize("stops", ["END", [""], ["a", ""], [1], [None]])
+def test_refuses(stops):
+    with pytest.raises(RingkvError, match=r"stop = .*: accepted is a list of strings, none of them empty"):
+        StopStrings(stops)
