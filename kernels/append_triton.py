@@ -37,7 +37,6 @@ def _append(
     NORM: tl.constexpr,
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     lane = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -49,50 +48,53 @@ def _append(
     base = (lane * KV_HEADS + head) * slots
     slot = base + tl.load(order + base + tl.load(count + lane))
 
-    # The head group's queries, and below them its key.
+    # The head group's queries, then its key and its value; each row in halves, as the rotation pairs them.
     row = tl.arange(0, ROWS)
     d = tl.arange(0, HALF)
-    is_query = (row < GROUP)[:, None] & (d < half)[None, :]
-    is_key = (row == GROUP)[:, None] & (d < half)[None, :]
-    inside = is_query | is_key
-    source = tl.where(row < GROUP, head * GROUP + row, heads + head) * D
-    token = qkv + lane * ((heads + 2 * KV_HEADS) * D)
-    pointer = token + source[:, None] + d[None, :]
+    own = d < half
+    is_query, is_key, is_value = row < GROUP, row == GROUP, row == GROUP + 1
+    source = tl.where(is_query, head * GROUP + row, heads + head + tl.where(is_key, 0, KV_HEADS)) * D
+    pointer = qkv + lane * ((heads + 2 * KV_HEADS) * D) + source[:, None] + d[None, :]
+    inside = (row < GROUP + 2)[:, None] & own[None, :]
     first = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(pointer + half, mask=inside, other=0.0).to(tl.float32)
+    left, right = first, second
     if NORM:
-        scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / D + eps)[:, None]
-        own = d < half
-        first *= scale * tl.where(
-            is_query, tl.load(q_norm + d, mask=own)[None, :], tl.load(k_norm + d, mask=own)[None, :]
-        ).to(tl.float32)
-        second *= scale * tl.where(
-            is_query, tl.load(q_norm + half + d, mask=own)[None, :], tl.load(k_norm + half + d, mask=own)[None, :]
-        ).to(tl.float32)
-    c = tl.load(cos + lane * half + d, mask=d < half)[None, :]
-    s = tl.load(sin + lane * half + d, mask=d < half)[None, :]
-    turned = first * c - second * s
-    second = second * c + first * s
-    first = turned
+        scale = tl.rsqrt(tl.sum(left * left + right * right, 1) / D + eps)[:, None]
+        left *= scale * _gains(q_norm + d, k_norm + d, is_query, own)
+        right *= scale * _gains(q_norm + half + d, k_norm + half + d, is_query, own)
+    c = tl.load(cos + lane * half + d, mask=own)[None, :]
+    s = tl.load(sin + lane * half + d, mask=own)[None, :]
+    first = tl.where(is_value[:, None], first, left * c - right * s)
+    second = tl.where(is_value[:, None], second, right * c + left * s)
 
     query = lane * heads + head * GROUP + row
-    pointer = out + query[:, None] * D + d[None, :]
-    tl.store(pointer, first, mask=is_query)
-    tl.store(pointer + half, second, mask=is_query)
-    pointer = queries + (query * window + at % window)[:, None] * D + d[None, :]
-    tl.store(pointer, first, mask=is_query)
-    tl.store(pointer + half, second, mask=is_query)
-    pointer = ring_k + slot * D + tl.zeros_like(row)[:, None] + d[None, :]
-    tl.store(pointer, first, mask=is_key)
-    tl.store(pointer + half, second, mask=is_key)
-
-    d = tl.arange(0, WIDE)
-    value = tl.load(token + (heads + KV_HEADS + head) * D + d, mask=d < D).to(ring_v.dtype.element_ty)
-    tl.store(ring_v + slot * D + d, value, mask=d < D)
-    value = value.to(tl.float32)
-    high = tl.max(tl.where(d < D, value, float("-inf")), 0)
-    tl.store(v_range + slot, high - tl.min(tl.where(d < D, value, float("inf")), 0))
+    _store_halves(out + query[:, None] * D + d[None, :], half, first, second, is_query, own)
+    recent = query * window + at % window
+    _store_halves(queries + recent[:, None] * D + d[None, :], half, first, second, is_query, own)
+    cell = (slot + tl.zeros_like(row))[:, None] * D + d[None, :]
+    _store_halves(ring_k + cell, half, first, second, is_key, own)
+    _store_halves(ring_v + cell, half, first, second, is_value, own)
+    # The range of what is stored, after rounding.
+    first = first.to(ring_v.dtype.element_ty).to(tl.float32)
+    second = second.to(ring_v.dtype.element_ty).to(tl.float32)
+    high = tl.max(tl.where(own[None, :], tl.maximum(first, second), float("-inf")), 1)
+    low = tl.min(tl.where(own[None, :], tl.minimum(first, second), float("inf")), 1)
+    tl.store(v_range + slot + tl.zeros_like(row), high - low, mask=is_value)
     tl.store(position + slot, at.to(tl.int32))
+
+
+@triton.jit
+def _gains(q_norm, k_norm, is_query, own):
+    q, k = tl.load(q_norm, mask=own)[None, :], tl.load(k_norm, mask=own)[None, :]
+    return tl.where(is_query[:, None], q, k).to(tl.float32)
+
+
+@triton.jit
+def _store_halves(pointer, half, first, second, rows, own):
+    mask = rows[:, None] & own[None, :]
+    tl.store(pointer, first, mask=mask)
+    tl.store(pointer + half, second, mask=mask)
 
 
 def append(
@@ -110,6 +112,8 @@ def append(
     lanes, kv_heads, slots, d = ring.k.shape
     heads, window = ring.queries.shape[1:3]
     group = heads // kv_heads
+    # Eight elements a thread are a vector of 16 bytes in half precision.
+    rows, half = max(8, triton.next_power_of_2(group + 2)), triton.next_power_of_2(d // 2)
     out = torch.empty(lanes, heads, d, dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm = norms or (qkv, qkv)
     _append[(lanes, kv_heads)](
@@ -135,9 +139,8 @@ def append(
         group,
         d,
         norms is not None,
-        triton.next_power_of_2(group + 1),
-        triton.next_power_of_2(d // 2),
-        triton.next_power_of_2(d),
-        num_warps=1 if group < 4 else 4,
+        rows,
+        half,
+        num_warps=max(1, min(8, rows * half // 256)),
     )
     return out

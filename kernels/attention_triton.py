@@ -127,7 +127,8 @@ def decode_attention(q: Tensor, ring: LayerRing, at: Places | None) -> Tensor:
         block,
         splits,
         num_warps=4,
-        num_stages=3,
+        # Marks are read a stage before the keys that they mask: five stages keep two blocks of each under way.
+        num_stages=2 if torch.version.hip else 5,
     )
     out = torch.empty_like(q)
     _merge[(lanes * heads,)](parts, stats, out, scale, d, wide, splits, triton.next_power_of_2(splits), num_warps=2)
