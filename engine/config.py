@@ -131,7 +131,7 @@ class SamplingParams:
             ("presence_penalty", -1e3, 1e3),
         ):
             _check_number(field, getattr(self, field), low, high)
-        for field, least in (("n", 1), ("min_tokens", 0), ("min_repeat_count", 2), ("min_repeat_span", 1)):
+        for field, least in (("n", 1), ("min_tokens", 0), ("min_repeat_count", 3), ("min_repeat_span", 1)):
             _check_int(field, getattr(self, field), least)
         for field, least in (("top_k", 0), ("max_tokens", 1), ("logprobs", 0), ("max_thinking_tokens", 0)):
             if getattr(self, field) is not None:

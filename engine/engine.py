@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
@@ -15,11 +14,12 @@ from torch import Tensor
 
 from ringkv.engine.completion import Completion, StreamEvent
 from ringkv.engine.config import RingConfig, SamplingParams
+from ringkv.engine.loop import Loop
 from ringkv.engine.prompts import Prompt, Prompts
 from ringkv.engine.report import completion, failure
 from ringkv.engine.request import Generation, Request
 from ringkv.engine.ring import Ring
-from ringkv.engine.runner import Runner
+from ringkv.engine.runner import Progress, Runner
 from ringkv.engine.sampling import Sampler
 from ringkv.engine.steering import Steering
 from ringkv.errors import RingkvError
@@ -150,14 +150,11 @@ class Engine:
             RingkvError: a lone prompt that is refused. In a list its completion carries ``error``.
         """
         if not self.prompts.is_batch(prompts):
-            return self._generate_one(prompts, params, raw)
-        results = dict(self._iterate(self._prepare_all(prompts, params, raw)))
-        return [results[index] for index in sorted(results)]
-
-    def _generate_one(self, prompt: Any, params: Any, raw: bool) -> Completion:
-        requests = self.prompts.prepare(prompt, _one(params), index=0, raw=raw)
-        (result,) = (completion for _, completion in self._iterate(requests))
-        return result
+            requests = self.prompts.prepare(prompts, _one(params), index=0, raw=raw)
+            samples = sorted((done for _, done in self._iterate(requests)), key=lambda done: done.sample)
+            return samples if len(samples) > 1 else samples[0]
+        results = list(self._iterate(self._prepare_all(prompts, params, raw)))
+        return [done for _, done in sorted(results, key=lambda pair: (pair[0], pair[1].sample))]
 
     def stream(
         self,
@@ -165,17 +162,19 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         raw: bool = False,
+        on_prefill: Progress | None = None,
     ) -> Iterator[StreamEvent]:
-        """Generate from one prompt, an event a token; the last one carries the completion. Closing it cancels."""
+        """Generate from one prompt, event by event; the last one carries the completion. Closing it cancels.
+
+        Args:
+            on_prefill: called with (layers done, layers in all) while the prompt is read.
+        """
         if self.prompts.is_batch(prompt):
             raise RingkvError("stream: one prompt at a time; use iterate or generate for a list")
-        requests = self.prompts.prepare(prompt, _one(params), index=0, raw=raw)
-        return self._events(requests)
-
-    def _events(self, requests: list[Request]) -> Iterator[StreamEvent]:
-        with closing(self._run(requests)) as run:
-            for _, event in run:
-                yield event
+        params = _one(params)
+        if params.n > 1:
+            raise RingkvError(f"stream: n = {params.n} samples; accepted is 1 (use generate)")
+        return self._events(self.prompts.prepare(prompt, params, index=0, raw=raw), on_prefill)
 
     def iterate(
         self,
@@ -204,11 +203,10 @@ class Engine:
         ids = self.prompts.check_ids(ids)
         if len(ids) < 2:
             raise RingkvError.bad("ids", ids, "two tokens or more")
-        if not self.ring.policy.evicts and len(ids) - 1 > self.ring.config.capacity:
-            raise RingkvError(
-                f"ids: {len(ids) - 1} tokens to read, capacity is {self.ring.config.capacity} (policy full)"
-            )
         with self._exclusive():
+            if not self.ring.policy.evicts and len(ids) - 1 > self.ring.config.capacity:
+                capacity = self.ring.config.capacity
+                raise RingkvError(f"ids: {len(ids) - 1} tokens to read, and policy full holds {capacity}")
             wanted = list(seeds) if seeds is not None else [self.seed or 0]
             rows = [self._score(ids, wanted[start : start + self.lanes]) for start in range(0, len(wanted), self.lanes)]
         scores = torch.cat(rows).cpu()
@@ -231,7 +229,8 @@ class Engine:
                         logits = runner.forward(fed)[: len(seeds)]
             return torch.stack(scores, dim=1)
         finally:
-            self._stop_all()
+            for lane in list(ring.running):
+                ring.stop(lane)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -257,7 +256,7 @@ class Engine:
         if not self._closed:
             with self._exclusive():
                 self._closed = True
-                del self.model, self.ring, self._runner, self.prompts
+                del self.model, self.ring, self._runner
 
     def __enter__(self) -> Engine:
         return self
@@ -293,56 +292,28 @@ class Engine:
                 if event.completion is not None:
                     yield request.index, event.completion
 
-    def _run(self, requests: Iterable[Request]) -> Generator[tuple[Request, StreamEvent], None, None]:
-        """Serve requests in order, all lanes in step; a lane that ends is refilled before the next step."""
-        waiting = deque(requests)
-        running: dict[int, Generation] = {}
+    def _events(self, requests: list[Request], on_prefill: Progress | None) -> Iterator[StreamEvent]:
+        with closing(self._run(requests, on_prefill)) as run:
+            for _, event in run:
+                yield event
+
+    def _run(
+        self, requests: list[Request], on_prefill: Progress | None = None
+    ) -> Generator[tuple[Request, StreamEvent], None, None]:
+        """What the loop serves, as events: one a piece of text, the last of a request with its completion."""
         with self._exclusive():
             self._cancelled.clear()
-            try:
-                while waiting or running:
-                    while waiting and len(running) < self.lanes:
-                        for generation, event in self._admit(waiting, running):
-                            yield generation.request, event
-                    if running:
-                        with self._threads():
-                            tokens = self._runner.step().tokens
-                        for lane, generation in list(running.items()):
-                            yield generation.request, self._take(running, generation, tokens[lane])
-            finally:
-                self._stop_all()
+            loop = Loop(self._runner, self._start, self._cancelled, self._threads)
+            with closing(loop.run(requests, on_prefill)) as run:
+                for served in run:
+                    generation, pieces, ids = served.generation, served.pieces or [("answer", "")], served.token_ids
+                    for place, (channel, text) in enumerate(pieces):
+                        last = place == len(pieces) - 1 and generation.finish_reason is not None
+                        done = completion(self, generation) if last else None
+                        yield generation.request, StreamEvent(text, channel, [] if place else ids, done)
 
-    def _admit(self, waiting: deque[Request], running: dict[int, Generation]) -> list[tuple[Generation, StreamEvent]]:
-        """Prefill the next request into a free lane."""
-        request = waiting.popleft()
-        lane = next(lane for lane in range(self.lanes) if lane not in running)
-        generation = Generation(request, lane, self.prompts.decoder())
-        running[lane] = generation
-        self.ring.reset(lane, request.seed, request.sample, request.pin)
-        self._runner.sampler.set(lane, request.sampling)
-        with self._threads():
-            logits = self._runner.prefill(lane, request.ids)
-            generation.retained = self.ring.counts[:, lane].tolist()
-            drawn = self._runner.first(lane, logits)
-        return [(generation, self._take(running, generation, drawn.tokens[0]))]
-
-    def _take(self, running: dict[int, Generation], generation: Generation, token: int) -> StreamEvent:
-        """Account for a drawn token; a generation that ended leaves its lane."""
-        if generation.request.index in self._cancelled:
-            generation.cancel()
-            text = ""
-        else:
-            text = generation.push(token)
-        ids = [token] if token >= 0 and generation.finish_reason != "cancelled" else []
-        if generation.finish_reason is None:
-            return StreamEvent(text, token_ids=ids)
-        self.ring.stop(generation.lane)
-        del running[generation.lane]
-        return StreamEvent(text, token_ids=ids, completion=completion(self, generation))
-
-    def _stop_all(self) -> None:
-        for lane in list(self.ring.running):
-            self.ring.stop(lane)
+    def _start(self, request: Request, lane: int) -> Generation:
+        return Generation(request, lane, self.prompts.decoder())
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

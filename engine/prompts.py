@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -55,10 +56,8 @@ class Prompts:
         """Whether this is a list of prompts and not one prompt."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             return False
-        return (
-            not all(isinstance(each, int) for each in prompts)
-            and not all(isinstance(each, Mapping) for each in prompts)
-        ) or not prompts
+        one = all(isinstance(each, int) for each in prompts) or all(isinstance(each, Mapping) for each in prompts)
+        return not one or not prompts
 
     def prepare(self, prompt: Any, params: SamplingParams, index: int, raw: bool) -> list[Request]:
         """The requests of one prompt, one a sample.
@@ -81,17 +80,16 @@ class Prompts:
         ids = self.check_ids(ids)
         sampling = Sampling.resolve(params, self.generation_config)
         seed = effective_seed(params.seed, self.engine_seed, index, sampling.greedy)
-        return [
-            Request(
-                index=index,
-                ids=ids,
-                sampling=self._fit(len(ids), sampling),
-                seed=seed,
-                pin=self._pin(ids, messages),
-                stop_ids=frozenset() if params.ignore_eos else self.eos_ids,
-                position_limit=self.config.max_position_embeddings,
-            )
-        ]
+        request = Request(
+            index=index,
+            ids=ids,
+            sampling=self._fit(len(ids), sampling),
+            seed=seed,
+            pin=self._pin(ids, messages),
+            stop_ids=self._stop_ids(params),
+            position_limit=self.config.max_position_embeddings,
+        )
+        return [dataclasses.replace(request, sample=sample) for sample in range(params.n)]
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, with the generation prompt."""
@@ -111,6 +109,12 @@ class Prompts:
             if not 0 <= id < self.config.vocab_size:
                 raise RingkvError.bad("prompt: token id", id, f"0 to {self.config.vocab_size - 1}")
         return list(ids)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        for id in (*params.stop_token_ids, *(params.logit_bias or ())):
+            if id >= self.config.vocab_size:
+                raise RingkvError.bad("token id", id, f"0 to {self.config.vocab_size - 1}")
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ringkv.engine.completion import Completion
-from ringkv.engine.request import Generation
+from ringkv.engine.request import ANSWER, Generation
 from ringkv.engine.spec import describe, fields_of
 from ringkv.errors import RingkvError
 
@@ -14,35 +15,32 @@ if TYPE_CHECKING:
 
 
 def completion(engine: Engine, generation: Generation) -> Completion:
-    """The completion of a request that has just ended, its lane's figures still in the ring."""
+    """The completion of a request that has ended."""
     request = generation.request
-    ring = engine.ring
-    lane = generation.lane
-    report = _ring(engine) | {
-        "seen": len(request.ids) + len(generation.tokens) - 1 if generation.tokens else len(request.ids),
-        "kept": int(ring.counts[:, lane].max()),
-        "evictions": int(ring.evicted[:, lane].max()),
+    report = {
+        "seen": len(request.ids) + max(0, len(generation.tokens) - 1),
         "retained": generation.retained,
-        "evictions_per_layer": ring.evicted[:, lane].tolist(),
-        "peak_slots": int(ring.spans[:, lane].max()),
         "seed": request.seed,
     }
     return Completion(
-        text="".join(generation.pieces),
+        text=generation.texts[ANSWER],
         thinking=None,
         token_ids=list(generation.tokens),
-        **generation.counts(),
+        prompt_tokens=len(request.ids),
+        completion_tokens=len(generation.tokens),
+        thinking_tokens=0,
+        answer_tokens=len(generation.tokens),
         finish_reason=generation.finish_reason or "error",
         stop_reason=generation.stop_reason,
-        repetition=None,
+        repetition=None if generation.repetition is None else dataclasses.asdict(generation.repetition),
         sampling=request.sampling.report(),
-        logprobs=None,
+        logprobs=generation.logprobs if request.sampling.values["logprobs"] is not None else None,
         warnings=generation.warnings(),
         error=generation.error,
         timing=generation.timing(),
         sample=request.sample,
         **_engine(engine),
-        ring=report,
+        ring=_ring(engine) | generation.figures | report,
     )
 
 

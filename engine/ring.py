@@ -48,7 +48,7 @@ class Ring:
         self, model: ModelConfig, config: RingConfig, lanes: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.config, self.policy = config, as_policy(config.policy)
-        self.retention = as_retention(config.retention)
+        self.retention = as_retention(config.retention or "all")
         self.layers, self.lanes, self.kv_heads, self.heads = model.layers, lanes, model.kv_heads, model.heads
         slots = (model.layers, lanes, model.kv_heads, config.capacity)
         queries = (model.layers, lanes, model.heads, config.window, model.head_dim)
@@ -318,15 +318,16 @@ class Ring:
             state={**state, **per_token},
         )
 
-    def copy_lane(self, source: int, target: int) -> None:
-        """Make a lane that does not run a copy of another, its sample index apart."""
+    def copy_lane(self, source: int, target: int, sample: int) -> None:
+        """Make a lane that does not run a running copy of another, with its own sample index."""
         for name, tensor in self.tensors().items():
-            if tensor.dim() > 1:
-                tensor[:, target] = tensor[:, source]
-            elif name != "sample":
-                tensor[target] = tensor[source]
+            if name != "active":
+                own = tensor if tensor.dim() == 1 else tensor.transpose(0, 1)  # the lane first
+                own[target] = own[source]
+        self.sample[target] = sample
         for mirror in (self.counts, self.spans, self.evicted, self.unobserved):
             mirror[:, target] = mirror[:, source]
+        self._set_running([*self.running, target])
 
     # -- the invariants --------------------------------------------------------------------------------------------
 

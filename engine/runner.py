@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ class Runner:
 
     def __init__(self, model: Decoder, ring: Ring, sampler: Sampler, steering: Steering) -> None:
         self.model, self.ring, self.sampler, self.steering = model, ring, sampler, steering
+        self._flying: deque[Drawn] = deque()
         # Above four lanes a product's rows are only independent of their place in multiples of four (float32, CPU).
         self._padding = -ring.lanes % 4 if ring.lanes > 4 else 0
 
@@ -96,6 +98,20 @@ class Runner:
         self.ring.active &= token >= 0
         self.ring.next_token.copy_(token)
         return self._drawn(token, logits)
+
+    latency = 0  # steps that may be launched before the tokens of one are read
+
+    def launch(self) -> None:
+        """Launch a step; ``collect`` gives its tokens."""
+        self._flying.append(self.step())
+
+    def collect(self) -> Drawn:
+        """The tokens of the oldest step that was launched and not collected."""
+        return self._flying.popleft()
+
+    def drain(self) -> None:
+        """Forget the steps that were launched and not collected."""
+        self._flying.clear()
 
     def _next(self, logits: Tensor, lanes: Sequence[int] | None = None) -> Tensor:
         token = self.steering.apply(self.sampler.draw(logits, self.ring, lanes), lanes)

@@ -26,7 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "max_tokens": 32768,
 }
 # What else a request carries is the user's or SamplingParams' own default.
-OTHERS = ("logit_bias", "n", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "thinking")
+OTHERS: tuple[str, ...] = ("logit_bias", "n", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "thinking")
 OTHERS += ("max_thinking_tokens", "thinking_message", "on_repetition", "min_repeat_count", "min_repeat_span")
 
 

@@ -55,7 +55,7 @@ class Steering:
         if lanes is None:
             return steer(token, self.queue, self.length, self.cursor, self.left, self.phase, *self.tags)
         at = torch.tensor(lanes, device=token.device)
-        state = [self.cursor[at], self.left[at], self.phase[at]]
-        token = steer(token, self.queue[at], self.length[at], *state, *self.tags)
-        self.cursor[at], self.left[at], self.phase[at] = state
+        cursor, left, phase = self.cursor[at], self.left[at], self.phase[at]
+        token = steer(token, self.queue[at], self.length[at], cursor, left, phase, *self.tags)
+        self.cursor[at], self.left[at], self.phase[at] = cursor, left, phase
         return token

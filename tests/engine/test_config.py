@@ -1,0 +1,149 @@
+"""Options are accepted or refused by name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ringkv import RingConfig, RingkvError, SamplingParams
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("budget", 0),
+        ("budget", -1),
+        ("budget", 1.5),
+        ("budget", "many"),
+        ("budget", True),
+        ("budget", None),
+        ("window", 0),
+        ("window", -3),
+        ("window", 2.0),
+        ("window", "auto"),
+        ("sinks", -1),
+        ("sinks", 1.0),
+        ("pin", "all"),
+        ("pin", None),
+        ("policy", "lru"),
+        ("policy", 3),
+        ("policy", None),
+        ("retention", "some"),
+        ("retention", 3),
+    ],
+)
+def test_ring_values_are_refused(field, value):
+    with pytest.raises(RingkvError) as error:
+        RingConfig(**{field: value})
+    assert str(error.value).startswith(field)
+    assert "accepted is" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "budget, window, sinks, fits", [(13, 8, 4, True), (12, 8, 4, False), (64, 64, 0, False), (65, 64, 0, True)]
+)
+def test_sinks_and_window_leave_something_to_evict(budget, window, sinks, fits):
+    if fits:
+        assert RingConfig(budget, window, sinks=sinks).capacity == budget + window
+    else:
+        with pytest.raises(
+            RingkvError, match=rf"sinks \({sinks}\) \+ window \({window}\) = {sinks + window} .* budget \({budget}\)"
+        ):
+            RingConfig(budget, window, sinks=sinks)
+
+
+def test_specs_build_objects():
+    ring = RingConfig(policy="vase-attnv:large=7,kernel=3", retention="refreekv:threshold=0.05,first=2")
+    assert (ring.policy.large, ring.policy.kernel) == (7, 3)
+    assert (ring.retention.threshold, ring.retention.first, ring.retention.whole_layers) == (0.05, 2, 2)
+    assert RingConfig(policy="vase-attnv:large=none").policy.large is None
+    assert RingConfig(policy=ring.policy).policy is ring.policy
+    assert RingConfig().retention.name == "refreekv"
+
+
+@pytest.mark.parametrize(
+    "policy, message",
+    [
+        ("vase-attnv:largo=7", "largo=7"),
+        ("vase-attnv:large", "large=..., kernel=..."),
+        ("vase-attnv:large=x", "int or none"),
+        ("vase-attnv:kernel=4", "an odd int >= 1"),
+        ("vase-attnv:kernel=3,kernel=5", "given twice"),
+        ("streaming:x=1", "no field at all"),
+    ],
+)
+def test_specs_are_refused(policy, message):
+    with pytest.raises(RingkvError) as error:
+        RingConfig(policy=policy)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "retention", ["refreekv:threshold=1", "refreekv:threshold=-0.1", "refreekv:first=-1", "refreekv:whole_layers=x"]
+)
+def test_retention_fields_are_refused(retention):
+    with pytest.raises(RingkvError, match="retention refreekv: "):
+        RingConfig(retention=retention)
+
+
+def test_full_implies_all():
+    assert RingConfig(policy="full").retention.name == "all"
+    with pytest.raises(RingkvError, match="retention = 'refreekv' with policy 'full': accepted is 'all'"):
+        RingConfig(policy="full", retention="refreekv")
+    assert RingConfig(budget=4, window=4, policy="full").capacity == 8
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "hot"),
+        ("top_p", -0.1),
+        ("top_p", 1.1),
+        ("top_p", True),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("presence_penalty", math.nan),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", 3),
+        ("logit_bias", {3: math.inf}),
+        ("seed", 2**64),
+        ("seed", 1.0),
+        ("n", 0),
+        ("max_tokens", 0),
+        ("max_tokens", 1.0),
+        ("min_tokens", -1),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [1]),
+        ("stop", 3),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", 5),
+        ("ignore_eos", 1),
+        ("logprobs", -1),
+        ("thinking", "yes"),
+        ("thinking", 1),
+        ("max_thinking_tokens", -1),
+        ("thinking_message", None),
+        ("on_repetition", "retry"),
+        ("min_repeat_count", 2),
+        ("min_repeat_span", 0),
+    ],
+)
+def test_sampling_values_are_refused(field, value):
+    with pytest.raises(RingkvError) as error:
+        SamplingParams(**{field: value})
+    assert str(error.value).startswith(field)
+    assert "accepted is" in str(error.value)
+
+
+def test_sampling_values_are_normalised():
+    params = SamplingParams(stop="END", stop_token_ids=[3], logit_bias={"7": 2})
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == (("END",), (3,), {7: 2.0})

@@ -1,0 +1,342 @@
+"""The engine object, on tiny models without a tokenizer: ids in, ids out."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+from naive import Naive
+from ringkv import Engine, RingConfig, RingkvError, SamplingParams
+from tiny import tiny_config, tiny_decoder, tiny_weights
+
+RING = RingConfig(budget=40, window=8)
+
+
+def tiny_engine(ring=RING, *, family="llama", dtype=torch.float64, seed_of_weights=0, **options):
+    config = tiny_config(family)
+    return Engine(tiny_decoder(config, tiny_weights(config, dtype, seed_of_weights)), ring=ring, **options)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def params(**values):
+    return SamplingParams(**{"max_tokens": 90, "ignore_eos": True, **values})
+
+
+def test_generate_equals_the_naive_decoder():
+    engine = tiny_engine(RingConfig(40, 8, "vase-attnv", "refreekv:threshold=0.05"))
+    done = engine.generate(prompt(60), params(temperature=0, seed=11))
+    want, live = Naive(engine.model.config, tiny_weights(engine.model.config)).run(
+        prompt(60), 90, policy="vase-attnv", budget=40, window=8, seed=11, threshold=0.05
+    )
+    assert done.token_ids == want
+    assert done.ring["kept"] == max(len(layer[0]) for layer in live)
+    assert done.ring["seen"] == 60 + 90 - 1
+    assert done.finish_reason == "length"
+
+
+def test_score_equals_the_naive_decoder():
+    """Log-probabilities of a text that is fed, not drawn: the naive logits after each forced token."""
+    engine = tiny_engine()
+    text = prompt(150)
+    scores = engine.score(text, seeds=[5])[0]
+    naive = Naive(engine.model.config, tiny_weights(engine.model.config))
+    logits = []
+    head = naive.head
+    naive.head = lambda x: (logits.append(head(x)[0]), head(x))[1]
+    naive.run(text[:1], 149, policy="vase-attnv", budget=40, window=8, seed=5, forced=text[1:])
+    want = [float(row.log_softmax(-1)[token]) for row, token in zip(logits, text[1:], strict=True)]
+    assert torch.allclose(scores, torch.tensor(want, dtype=scores.dtype), rtol=0, atol=1e-9)
+
+
+def test_score_with_seeds_as_lanes():
+    engine = tiny_engine(lanes=2)
+    text = prompt(120)
+    rows = engine.score(text, seeds=[1, 2, 3])
+    assert rows.shape == (3, 119)
+    for row, seed in zip(rows, (1, 2, 3), strict=True):
+        assert torch.equal(row, engine.score(text, seeds=[seed])[0])
+    assert torch.equal(rows[:, :46], rows[:1, :46].expand(3, -1)), "no eviction yet, no difference"
+    assert not torch.equal(rows[0], rows[1])
+    # The same as one long prompt as long as nothing was evicted.
+    whole = tiny_engine(RingConfig(200, 8, "full")).score(text)
+    assert torch.allclose(rows[0, :46], whole[:46], rtol=0, atol=1e-9)
+
+
+def test_lanes_equal_runs_alone():
+    """CASES B1, B2, R18: 12 requests over 4 lanes, mixed prompts, seeds and limits, float64."""
+    prompts = [prompt(1 + 17 * i, seed=i) for i in range(12)]
+    each = [params(seed=i, max_tokens=10 + 13 * (i % 5), temperature=(i % 3) / 2) for i in range(12)]
+    together = tiny_engine(lanes=4).generate(prompts, each)
+    alone = tiny_engine()
+    for one, ids, param in zip(together, prompts, each, strict=True):
+        single = alone.generate(ids, param)
+        assert one.token_ids == single.token_ids
+        keys = ("seen", "kept", "evictions_per_layer", "retained", "seed", "peak_slots")
+        assert {key: one.ring[key] for key in keys} == {key: single.ring[key] for key in keys}
+    assert max(one.ring["evictions"] for one in together) > 3
+
+
+def test_requests_are_admitted_in_order_and_lanes_refilled_at_once():
+    engine = tiny_engine(lanes=2)
+    limits = [5, 60, 5, 5, 5]
+    order = [
+        index for index, _ in engine.iterate([prompt(3, i) for i in range(5)], [params(max_tokens=n) for n in limits])
+    ]
+    assert order == [0, 2, 3, 4, 1]
+
+
+def test_float32_lanes_do_not_depend_on_neighbours_or_place():
+    ids, mine = prompt(30), params(seed=9, temperature=1.0)
+    runs = []
+    for place, neighbours in ((0, 1), (3, 2), (5, 3)):
+        engine = tiny_engine(dtype=torch.float32, lanes=6)
+        prompts = [prompt(10 + 5 * i, seed=neighbours) for i in range(6)]
+        prompts[place] = ids
+        each = [params(seed=neighbours + i, max_tokens=50 + i) for i in range(6)]
+        each[place] = mine
+        runs.append(engine.generate(prompts, each)[place].token_ids)
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_a_then_b_then_a():
+    """CASES R14: also after an exception and after an interrupt in mid-step."""
+    engine = tiny_engine()
+    first = engine.generate(prompt(20), params(seed=1)).token_ids
+    engine.generate(prompt(70, 1), params(seed=2))
+    assert engine.generate(prompt(20), params(seed=1)).token_ids == first
+    with pytest.raises(RingkvError):
+        engine.generate([97], params())
+    assert engine.generate(prompt(20), params(seed=1)).token_ids == first
+    step, calls = engine._runner.step, []
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) == 7:
+            raise KeyboardInterrupt
+        return step()
+
+    engine._runner.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompt(70, 1), params(seed=2))
+    assert engine.generate(prompt(20), params(seed=1)).token_ids == first
+
+
+def test_seeds():
+    """CASES B3, and the order in which a seed is found."""
+    engine = tiny_engine(lanes=3)
+    hot = params(temperature=1.0)
+    three = engine.generate([prompt(9)] * 3, [hot, hot.replace(seed=4), hot])
+    assert three[1].token_ids == tiny_engine(lanes=3).generate([prompt(9)], [hot.replace(seed=4)])[0].token_ids
+    assert three[0].token_ids != three[2].token_ids
+    assert len({one.ring["seed"] for one in three}) == 3
+    again = engine.generate(prompt(9), hot.replace(seed=three[0].ring["seed"]))
+    assert again.token_ids == three[0].token_ids
+    seeded = [tiny_engine(seed=6).generate([prompt(9)] * 2, hot) for _ in range(2)]
+    assert [one.token_ids for one in seeded[0]] == [one.token_ids for one in seeded[1]]
+    assert seeded[0][0].token_ids != seeded[0][1].token_ids
+    assert engine.generate(prompt(9), params(temperature=0)).ring["seed"] == 0
+    assert engine.generate(prompt(9), params(temperature=0, seed=-1)).ring["seed"] == 2**64 - 1
+
+
+def test_a_bad_request_fails_alone():
+    """CASES B4."""
+    engine = tiny_engine(RingConfig(budget=40, window=8, policy="full"), lanes=2)
+    results = engine.generate([prompt(5), [], [500], prompt(60), prompt(6)], params(max_tokens=20))
+    assert [one.finish_reason for one in results] == ["length", "error", "error", "error", "length"]
+    assert results[1].error == {"type": "RingkvError", "message": "prompt: it is empty; at least one token is needed"}
+    assert "token id = 500" in results[2].error["message"]
+    assert (
+        "max_tokens = 20: with a prompt of 60 tokens that is 80, and policy full holds 48"
+        in results[3].error["message"]
+    )
+    for lone in ([500], prompt(60)):
+        with pytest.raises(RingkvError):
+            engine.generate(lone, params(max_tokens=20))
+    assert engine.generate([]) == []
+
+
+def test_full_takes_what_fits_by_default():
+    engine = tiny_engine(RingConfig(budget=40, window=8, policy="full"))
+    done = engine.generate(prompt(30), SamplingParams(ignore_eos=True))
+    assert done.completion_tokens == 18
+    assert done.sampling["max_tokens"] == {"value": 18, "source": "ring"}
+    assert done.ring["retention"] == "all"
+    assert done.ring["evictions"] == 0
+
+
+def test_samples_share_one_prefill():
+    engine = tiny_engine(lanes=3)
+    prefills = []
+    prefill = engine._runner.prefill
+    engine._runner.prefill = lambda *args: (prefills.append(args), prefill(*args))[1]
+    many = engine.generate(prompt(60), params(n=5, seed=3, temperature=1.0))
+    assert [one.sample for one in many] == [0, 1, 2, 3, 4]
+    assert len(prefills) == 2, "a wave of three lanes, then one of two"
+    assert len({tuple(one.token_ids) for one in many}) == 5
+    alone = tiny_engine()
+    assert alone.generate(prompt(60), params(n=5, seed=3, temperature=1.0))[4].token_ids == many[4].token_ids
+    assert alone.generate(prompt(60), params(seed=3, temperature=1.0)).token_ids == many[0].token_ids
+    with pytest.raises(RingkvError, match="n = 2"):
+        engine.stream(prompt(3), params(n=2))
+
+
+def test_streams_close_and_engines_are_exclusive():
+    engine = tiny_engine(lanes=2)
+    stream = engine.stream(prompt(5), params())
+    next(stream)
+    with pytest.raises(RingkvError, match="still open in this thread"):
+        engine.generate(prompt(3), params())
+    waited = []
+    thread = threading.Thread(target=lambda: waited.append(engine.generate(prompt(3), params(max_tokens=4))))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    stream.close()
+    thread.join(30)
+    assert waited[0].completion_tokens == 4
+    assert engine.ring.running == []
+
+
+def test_cancel():
+    engine = tiny_engine(lanes=2)
+    results = {}
+    run = engine.iterate(
+        [prompt(4, i) for i in range(4)], [params(max_tokens=6), params(), params(), params(max_tokens=9)]
+    )
+    for index, done in run:
+        results[index] = done
+        if index == 0:
+            engine.cancel(1)
+            engine.cancel(2)
+    assert [results[i].finish_reason for i in range(4)] == ["length", "cancelled", "cancelled", "length"]
+    assert (
+        results[1].token_ids
+        == tiny_engine(lanes=2)
+        .generate(prompt(4, 1), params(seed=results[1].ring["seed"]))
+        .token_ids[: len(results[1].token_ids)]
+    )
+
+
+def test_a_row_that_is_not_finite_ends_its_request_only():
+    engine = tiny_engine(lanes=2)
+    forward = engine._runner.forward
+    calls = []
+
+    def broken(token):
+        logits = forward(token)
+        calls.append(1)
+        if len(calls) == 5:
+            logits[1] = float("nan")
+        return logits
+
+    engine._runner.forward = broken
+    good, bad, late = engine.generate([prompt(4, i) for i in range(3)], params(max_tokens=12, temperature=0))
+    assert (good.finish_reason, bad.finish_reason, late.finish_reason) == ("length", "error", "length")
+    assert bad.error["type"] == "NonFiniteLogits"
+    assert len(bad.token_ids) == 5
+    assert late.token_ids == tiny_engine(lanes=2).generate(prompt(4, 2), params(max_tokens=12, temperature=0)).token_ids
+
+
+def test_memory_that_runs_out_in_a_prefill_fails_that_request_only():
+    engine = tiny_engine(lanes=2)
+    prefill = engine._runner.prefill
+
+    def short(lane, ids, *more):
+        if len(ids) == 77:
+            raise torch.OutOfMemoryError("no memory left")
+        return prefill(lane, ids, *more)
+
+    engine._runner.prefill = short
+    results = engine.generate([prompt(4), prompt(77), prompt(5)], params(max_tokens=5))
+    assert [one.finish_reason for one in results] == ["length", "error", "length"]
+    assert results[1].error["type"] == "OutOfMemoryError"
+
+
+def test_update_weights_in_place():
+    config = tiny_config()
+    engine = tiny_engine()
+    places = {name: view.data_ptr() for name, view in engine.model.destinations().items()}
+    old = engine.generate(prompt(9), params(temperature=0)).token_ids
+    engine.update_weights(tiny_weights(config, seed=1))
+    new = engine.generate(prompt(9), params(temperature=0)).token_ids
+    assert new == tiny_engine(seed_of_weights=1).generate(prompt(9), params(temperature=0)).token_ids != old
+    assert {name: view.data_ptr() for name, view in engine.model.destinations().items()} == places
+    weights = tiny_weights(config)
+    weights["model.norm.weight"] = torch.zeros(3)
+    with pytest.raises(RingkvError, match=r"model\.norm\.weight"):
+        engine.update_weights(weights)
+    assert engine.generate(prompt(9), params(temperature=0)).token_ids == new
+
+
+def test_from_a_state_dict_and_its_config():
+    config = tiny_config()
+    engine = Engine(tiny_weights(config), config=config, ring=RING, dtype="float64")
+    done = engine.generate(prompt(9), params(temperature=0))
+    assert done.token_ids == tiny_engine().generate(prompt(9), params(temperature=0)).token_ids
+    with pytest.raises(RingkvError, match="config: a state dict needs its config"):
+        Engine(tiny_weights(config))
+
+
+def test_engines_do_not_disturb_each_other_or_torch():
+    state = (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed())
+    one, two = tiny_engine(threads=1), tiny_engine(family="qwen3")
+    stream = one.stream(prompt(5), params(seed=2))
+    tokens = []
+    for event in stream:
+        tokens += event.token_ids
+        assert torch.get_num_threads() == state[0]
+        if len(tokens) == 3:
+            two.generate(prompt(5), params(seed=2))
+    assert tokens == tiny_engine().generate(prompt(5), params(seed=2)).token_ids
+    assert (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(), torch.initial_seed()) == state
+
+
+def test_close_frees_everything():
+    engine = tiny_engine()
+    engine.generate(prompt(5), params(max_tokens=3))
+    parts = [weakref.ref(part) for part in (engine.ring, engine.ring.k, engine.model, engine.model.embedding)]
+    with engine:
+        pass
+    engine.close()
+    gc.collect()
+    assert [part() for part in parts] == [None] * 4
+    with pytest.raises(RingkvError, match="it is closed"):
+        engine.score(prompt(5))
+    with pytest.raises(RingkvError, match="it is closed"):
+        engine.generate(prompt(5))
+
+
+def test_past_max_position_embeddings():
+    """CASES R17: correct by the naive decoder, and one warning."""
+    config = tiny_config(max_position_embeddings=64)
+    engine = Engine(tiny_decoder(config, tiny_weights(config)), ring=RingConfig(40, 8, "streaming"))
+    done = engine.generate(prompt(10), params(temperature=0, max_tokens=290))
+    assert done.token_ids == Naive(config, tiny_weights(config)).run(prompt(10), 290, budget=40, window=8)[0]
+    assert len(done.warnings) == 1
+    assert "300 tokens" in done.warnings[0]
+    assert "64" in done.warnings[0]
+    assert engine.generate(prompt(10), params(max_tokens=54)).warnings == []
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lanes": 0}, "lanes = 0"),
+        ({"lanes": True}, "lanes = True"),
+        ({"threads": 0}, "threads = 0"),
+        ({"backend": "cuda"}, "backend = 'cuda'"),
+        ({"seed": "x"}, "seed = 'x'"),
+    ],
+)
+def test_options_are_refused_by_name(options, message):
+    with pytest.raises(RingkvError) as error:
+        tiny_engine(**options)
+    assert message in str(error.value)
+    assert "accepted" in str(error.value)

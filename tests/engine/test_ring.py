@@ -1,0 +1,132 @@
+"""The ring's invariants, step by step, and what an invisible slot may hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_config, tiny_decoder, tiny_weights
+
+from ringkv.engine.config import RingConfig
+from ringkv.engine.ring import Ring
+from ringkv.engine.runner import Runner
+from ringkv.engine.sampling import Sampler
+from ringkv.engine.steering import Steering
+
+CPU = torch.device("cpu")
+STEPS = 125  # of each of 40 examples: 5,000 in all
+
+
+def build(config, ring_config, lanes=2, dtype=torch.float32):
+    decoder = tiny_decoder(config, tiny_weights(config, dtype))
+    ring = Ring(config, ring_config, lanes, CPU, dtype)
+    return Runner(decoder, ring, Sampler(lanes, config.vocab_size, CPU), Steering(lanes, None, CPU))
+
+
+def poison(ring: Ring) -> None:
+    """Fill every invisible slot with what would show: huge, and finite as the torch path asks."""
+    hidden = ring.position < 0
+    for tensor in (ring.k, ring.v):
+        tensor[hidden] = 1e4
+    ring.v_range[hidden] = 1e4
+
+
+@st.composite
+def rings(draw):
+    window = draw(st.integers(1, 12))
+    sinks = draw(st.integers(0, 5))
+    budget = draw(st.integers(window + sinks + 1, window + sinks + 30))
+    policy = draw(st.sampled_from(["streaming", "vase-attnv", "vase-attnv:large=3,kernel=1"]))
+    retention = draw(st.sampled_from(["all", "refreekv:threshold=0.2"]))
+    return RingConfig(budget, window, policy, retention, sinks)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    ring_config=rings(),
+    heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    prompts=st.lists(st.integers(1, 90), min_size=2, max_size=2),
+    late=st.integers(0, 40),
+)
+def test_invariants_hold_after_each_step(ring_config, heads, prompts, late):
+    config = tiny_config(heads=heads[0], kv_heads=heads[1])
+    clean, poisoned = build(config, ring_config), build(config, ring_config)
+    bytes_at_start = clean.ring.nbytes
+    generator = torch.Generator().manual_seed(5)
+    ids = [torch.randint(97, (n,), generator=generator).tolist() for n in prompts]
+
+    def begin(lane: int) -> None:
+        for runner in (clean, poisoned):
+            poison(poisoned.ring)
+            runner.ring.reset(lane, seed=lane)
+            runner.first(lane, runner.prefill(lane, ids[lane]))
+
+    begin(0)
+    for step in range(STEPS):
+        if step == late:
+            begin(1)
+        poison(poisoned.ring)
+        assert clean.step() == poisoned.step()
+        clean.ring.check_integrity()
+        poisoned.ring.check_integrity()
+    assert torch.equal(clean.ring.position, poisoned.ring.position)
+    assert clean.ring.nbytes == bytes_at_start
+    assert clean.ring.counts.max() < ring_config.capacity
+
+
+@pytest.mark.parametrize(
+    "breaking, message",
+    [
+        (lambda ring: ring.order[0, 0, 0].fill_(0), "permutation"),
+        (lambda ring: ring.count[0, 0].add_(1), "counts differ"),
+        (lambda ring: ring.position[1, 0, 0].fill_(-1), "a live slot is marked free"),
+        (lambda ring: ring.position[1, 0, 0].fill_(7), "is marked live"),
+        (lambda ring: ring.order[0, 0, 0, :2].copy_(ring.order[0, 0, 0, :2].flip(0)), "do not ascend"),
+        (lambda ring: ring.position[0, 0, 0, 0].fill_(-1), "a live slot is marked free"),
+        (lambda ring: ring.seen[0].sub_(1), "in the future"),
+        (lambda ring: ring.pin[0].fill_(15), "sink or pinned"),
+        (lambda ring: ring.evictions[0, 0].add_(1), "evictions differ"),
+    ],
+)
+def test_integrity_sees_what_is_broken(breaking, message):
+    runner = build(tiny_config(), RingConfig(24, 4, "streaming", "all"), lanes=1)
+    runner.ring.reset(0, seed=0)
+    runner.first(0, runner.prefill(0, list(range(40))))
+    runner.ring.check_integrity()
+    breaking(runner.ring)
+    with pytest.raises(AssertionError, match=message):
+        runner.ring.check_integrity()
+
+
+def test_an_idle_lane_is_never_written():
+    runner = build(tiny_config(), RingConfig(24, 4, "vase-attnv", "all"), lanes=2)
+    ring = runner.ring
+    for lane in (0, 1):
+        ring.reset(lane, seed=0)
+        runner.first(lane, runner.prefill(lane, [1, 2, 3, 4, 5]))
+    for _ in range(40):
+        runner.step()
+    ring.stop(1)
+    axis = {name: 1 if tensor.dim() > 1 else 0 for name, tensor in ring.tensors().items()}
+    before = {
+        name: tensor.select(axis[name], 1).clone() for name, tensor in ring.tensors().items() if name != "next_token"
+    }
+    for _ in range(10_000):
+        tokens = runner.step().tokens
+        assert tokens[0] >= 0
+        assert tokens[1] == -1
+    for name, was in before.items():
+        assert torch.equal(ring.tensors()[name].select(axis[name], 1), was), name
+    ring.reset(1, seed=0)
+    runner.first(1, runner.prefill(1, [1, 2, 3, 4, 5]))
+    ring.check_integrity()
+    assert ring.counts[:, 1].tolist() == [5] * 3
+
+
+def test_bytes_are_the_formula():
+    config = tiny_config(heads=6, kv_heads=2, layers=3)
+    ring = Ring(config, RingConfig(50, 10), 3, CPU, torch.float16)
+    slots = 3 * 3 * 2 * 60
+    tables = slots * (4 + 4 + 4) + 3 * 3 * 6 * 10 * 16 * 2 + 2 * 3 * 3 * 4 + 3 * (5 * 8 + 1)
+    assert ring.nbytes == 2 * slots * 16 * 2 + tables
