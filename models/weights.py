@@ -120,7 +120,11 @@ def load_decoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
     Raises:
         RingkvError: see ``ModelConfig.from_hf`` and ``load_weights``.
     """
-    config, found = ModelConfig.from_hf(checkpoint.config), checkpoint.shapes()
+    try:
+        config = ModelConfig.from_hf(checkpoint.config)
+    except RingkvError as error:
+        raise RingkvError(f"{checkpoint.name}: {error}") from error
+    found = checkpoint.shapes()
     experts = config.moe.experts * len(config.moe.layers) if config.moe else 0
     if max(config.layers, experts) > len(found):
         raise RingkvError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -117,7 +117,8 @@ def test_errors_of_the_client_become_one_line(
 ) -> None:
     def fail(*_: Any, **__: Any) -> str:
         if issubclass(error, errors.HfHubHTTPError):
-            raise error("a story\nof lines", response=SimpleNamespace(headers={}, request=None, status_code=403))
+            response: Any = SimpleNamespace(headers={}, request=None, status_code=403)
+            raise error("a story\nof lines", response=response)
         raise error("a story\nof lines")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
@@ -145,8 +146,8 @@ class Hub(BaseHTTPRequestHandler):
     """Enough of the hub's interface to download a repository from."""
 
     folder: Path
-    asked: list[str]
-    tokens: set[str | None]
+    asked: ClassVar[list[str]]
+    tokens: ClassVar[set[str | None]]
     gated: bool
 
     def log_message(self, *_: Any) -> None:
@@ -191,19 +192,24 @@ def served(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[type[Hub]]:
     """A hub on this machine with one repository, which also holds files that nobody needs."""
-    handler = type("Served", (Hub,), {"asked": [], "tokens": set(), "gated": False})
-    handler.folder = tmp_path / "repository"
-    shutil.copytree(tiny_checkpoint("llama", shards=True), handler.folder)
+
+    class Served(Hub):
+        folder = tmp_path / "repository"
+        asked: ClassVar[list[str]] = []
+        tokens: ClassVar[set[str | None]] = set()
+        gated = False
+
+    shutil.copytree(tiny_checkpoint("llama", shards=True), Served.folder)
     for name in ("pytorch_model.bin", "consolidated.safetensors", "modeling.py", "README.md", "model.onnx"):
-        (handler.folder / name).write_text("of no use")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        (Served.folder / name).write_text("of no use")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Served)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     endpoint = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    yield handler
+    yield Served
     server.shutdown()
     server.server_close()
 
