@@ -110,7 +110,10 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its exact text in the vocabulary; None where there is no such token."""
-        id: int | None = self._backend.token_to_id(token)
+        try:
+            id: int | None = self._backend.token_to_id(token)
+        except UnicodeEncodeError:  # half a surrogate pair, which no vocabulary holds
+            return None
         return id
 
     def encode(self, text: str, *, control: bool = True, bos: bool = False) -> list[int]:
