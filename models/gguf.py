@@ -68,8 +68,8 @@ _FIXED_MOE: dict[str, tuple[object, ...]] = {
 # The shape of the embedding says the first; the second is a remark.
 _HARMLESS = ("vocab_size", "rope.scaling.finetuned")
 
-# Values dequantised at a time: 1 MiB of float32 and its temporaries stay in the cache.
-_BLOCK = 1 << 18
+# Values dequantised at a time: 256 KiB of float32, so that temporaries are in the cache, and of memory used before.
+_BLOCK = 1 << 16
 
 
 class GGUFCheckpoint:
@@ -129,6 +129,8 @@ class GGUFCheckpoint:
         matrix = out if len(shape) == 2 else out[:, None]
         rows, columns = matrix.shape
         step = max(1, _BLOCK // columns)
+        # numpy copies in this thread; torch's threads, woken for every block, take longer than the copy.
+        target = matrix.detach().numpy() if out.device.type == "cpu" and out.dtype != torch.bfloat16 else None
         try:
             with self._path.open("rb") as file, np.errstate(all="ignore"):
                 file.seek(tensor.offset + (expert or 0) * tensor.bytes_of(rows * columns))
@@ -137,9 +139,11 @@ class GGUFCheckpoint:
                     packed = np.fromfile(file, np.uint8, tensor.bytes_of((stop - start) * columns))
                     # The gguf package works on 16 rows at a time; one long row is one call, and twice as fast.
                     values = self._gguf.dequantize(packed[None], tensor.kind).reshape(stop - start, columns)
-                    matrix[slice(start, stop) if order is None else order[start:stop]] = torch.from_numpy(values).to(
-                        out
-                    )
+                    block = slice(start, stop) if order is None else order[start:stop]
+                    if target is not None:
+                        target[block] = values
+                    else:
+                        matrix[block] = torch.from_numpy(values).to(out)
         except (OSError, ValueError) as error:
             raise RingkvError(f"{self._path}: cannot read {short(tensor.name)}: {error}") from error
 
@@ -156,7 +160,7 @@ class GGUFCheckpoint:
         else:
             yield _WHOLE.get(tensor.name, tensor.name), (tensor, None)
 
-    def _row_order(self, tensor: GGUFTensor) -> Tensor | None:
+    def _row_order(self, tensor: GGUFTensor) -> np.ndarray | None:
         """Where each row of the file belongs; None where the order is the same.
 
         llama.cpp rotates neighbouring rows of a llama head together, transformers row i of each half; so the
@@ -171,7 +175,7 @@ class GGUFCheckpoint:
                 f"{self._path}: {tensor.name} has {tensor.shape[0]} rows: accepted is a multiple of twice the"
                 f" {self.config[heads]} heads"
             )
-        return torch.arange(tensor.shape[0]).view(self.config[heads], 2, -1).transpose(1, 2).reshape(-1)
+        return np.arange(tensor.shape[0]).reshape(self.config[heads], 2, -1).swapaxes(1, 2).ravel()
 
     def _check_types(self) -> None:
         """Refuse, by trying each type once, what the gguf package does not dequantise."""
