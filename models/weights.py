@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ ALIAS = "smollm2"
 _ALIAS_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # Buffers that old checkpoints carry; the decoder computes its own.
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
@@ -39,10 +40,10 @@ class StateDictCheckpoint:
     def __init__(
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | ModelConfig, name: str = "state dict"
     ) -> None:
-        self.name, self._tensors = name, tensors
+        self.name, self._tensors = name, dict(_unstacked(tensors))
         self.config: Any = config
         self.generation_config: Mapping[str, Any] = {}
-        for key, tensor in tensors.items():
+        for key, tensor in self._tensors.items():
             if (
                 not isinstance(tensor, Tensor)
                 or not tensor.is_floating_point()
@@ -61,6 +62,18 @@ class StateDictCheckpoint:
         return None
 
 
+def _unstacked(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Views of single experts where a model in memory (transformers 5) holds them stacked; files never do."""
+    for name, tensor in tensors.items():
+        prefix, _, part = name.rpartition(".experts.")
+        if not prefix or part not in _STACKED:
+            yield name, tensor
+            continue
+        for expert, weight in enumerate(tensor):
+            parts = zip(_STACKED[part], weight.chunk(len(_STACKED[part])), strict=True)
+            yield from ((f"{prefix}.experts.{expert}.{one}.weight", view) for one, view in parts)
+
+
 def open_checkpoint(model: str | os.PathLike[str], *, revision: str | None = None) -> Checkpoint:
     """Find a checkpoint and read its headers, no tensor.
 
@@ -72,26 +85,32 @@ def open_checkpoint(model: str | os.PathLike[str], *, revision: str | None = Non
     Raises:
         RingkvError: nothing is there, or what is there is damaged or incomplete.
     """
-    path = Path(model).expanduser()
-    text = os.fspath(model)
-    on_hub = not path.exists() and isinstance(model, str) and _HUB_ID.fullmatch(text)
+    text, path = os.fspath(model), Path(model).expanduser()
+    state = _state(path) if text else ""
+    on_hub = not state and path.suffix != ".gguf" and _HUB_ID.fullmatch(text)
     if revision is not None and not on_hub:
         raise RingkvError(f"revision = {revision!r}: accepted is none: {text} is no hub id")
-    if text == ALIAS and not path.exists():
+    if text == ALIAS and not state:
         return _open_alias()
-    if on_hub and not text.endswith(".gguf"):
+    if on_hub:
         return _open_hub(text, revision)
-    if path.is_dir():
+    if state == "folder":
         return SafetensorsCheckpoint(path)
-    if path.is_file() and path.suffix == ".gguf":
+    if state == "file" and path.suffix == ".gguf":
         from ringkv.models.gguf import GGUFCheckpoint
 
         return GGUFCheckpoint(path)
-    state = "is neither a folder nor a .gguf file" if path.exists() else "does not exist"
-    raise RingkvError(
-        f"model = {text!r}: {state}: accepted is a folder, a .gguf file, {ALIAS!r}, or a hub id such as "
-        f"{_ALIAS_HUB_ID!r}"
-    )
+    problem = "is neither a folder nor a .gguf file" if state else "does not exist"
+    accepted = f"a folder, a .gguf file, {ALIAS!r}, or a hub id such as {_ALIAS_HUB_ID!r}"
+    raise RingkvError(f"model = {short(text)}: {problem}: accepted is {accepted}")
+
+
+def _state(path: Path) -> str:
+    """What lies at a path: folder, file, other, or nothing ("")."""
+    try:
+        return "folder" if path.is_dir() else "file" if path.is_file() else "other" if path.exists() else ""
+    except OSError as error:
+        raise RingkvError(f"model = {short(str(path))}: cannot be opened: {error.strerror}") from error
 
 
 def _open_hub(hub_id: str, revision: str | None) -> Checkpoint:

@@ -440,6 +440,19 @@ def test_weights_from_memory_and_in_place(tiny_checkpoint: Callable[..., Path], 
     assert not any(view.requires_grad for view in decoder.destinations().values())
 
 
+@pytest.mark.parametrize("variant", ["llama-tied", "qwen2", "qwen3_moe", "smollm3"])
+def test_weights_from_a_model_of_transformers(
+    variant: str, tiny_checkpoint: Callable[..., Path], our_logits: Any, their_logits: Any
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    family, config = VARIANTS[variant]
+    saved = tiny_checkpoint(family, **config)
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    decoder = load_decoder(StateDictCheckpoint(model.state_dict(), model.config.to_dict()), CPU, torch.float32)
+    assert_equal_logits(decoder, saved, our_logits, their_logits)
+
+
 @pytest.mark.parametrize("bad", [torch.ones(2, dtype=torch.int32), torch.ones(2, device="meta"), [1.0], None])
 def test_a_state_dict_of_something_else_is_refused(bad: Any) -> None:
     with pytest.raises(RingkvError, match=r"x is .*: accepted is a tensor of floats"):
@@ -496,8 +509,10 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         (str(tmp_path / "absent.gguf"), "does not exist"),
         (str(tmp_path / "note.txt"), "is neither a folder nor a .gguf file"),
         ("not a/hub id", "does not exist"),
+        ("", "does not exist"),
+        ("x" * 5000, "cannot be opened"),
     ]:
-        with pytest.raises(RingkvError, match=f"model = .*: {why}: accepted is "):
+        with pytest.raises(RingkvError, match=f"model = .*: {why}: "):
             open_checkpoint(model)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RingkvError, match=r"holds neither model\.safetensors nor"):
