@@ -49,7 +49,7 @@ class Rope:
     def _stretched(self, length: Tensor) -> Tensor:
         """The frequencies [..., D/2] of ``dynamic`` (NTK-aware scaling) for texts of ``length`` [...] tokens."""
         factor, trained, dim = self.config.factor, self.max_position, self.head_dim
-        stretch = factor * length.clamp(min=trained).to(torch.float32) / trained - (factor - 1)
+        stretch = factor * length.to(torch.float32) / trained - (factor - 1)
         base = self.config.theta * stretch ** (dim / (dim - 2))
         stretched = 1.0 / base[..., None] ** self.exponent
         return torch.where(length[..., None] > trained, stretched, self.inv_freq)
