@@ -85,10 +85,14 @@ class Engine:
         if tokenizer is not None:
             vocabulary = min(vocabulary, tokenizer.size)
         self.ring = Ring(model.config, ring, lanes, model.device, model.dtype)
-        self._runner = Runner(
-            model, self.ring, Sampler(lanes, vocabulary, model.device), Steering(lanes, None, model.device)
-        )
         self.prompts = Prompts(model.config, tokenizer, self.generation_config, ring, seed)
+        tags = None if self.prompts.tags is None else self.prompts.tags.ids
+        self._runner = Runner(
+            model,
+            self.ring,
+            Sampler(lanes, vocabulary, model.device),
+            Steering(lanes, tags, model.device),
+        )
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._cancelled: set[int] = set()
@@ -306,7 +310,8 @@ class Engine:
             loop = Loop(self._runner, self._start, self._cancelled, self._threads)
             with closing(loop.run(requests, on_prefill)) as run:
                 for served in run:
-                    generation, pieces, ids = served.generation, served.pieces or [("answer", "")], served.token_ids
+                    generation, ids = served.generation, served.token_ids
+                    pieces = served.pieces or [(generation.channel, "")]
                     for place, (channel, text) in enumerate(pieces):
                         last = place == len(pieces) - 1 and generation.finish_reason is not None
                         done = completion(self, generation) if last else None

@@ -169,7 +169,8 @@ class Loop:
         else:
             wanted = generation.request.sampling.values["logprobs"]
             logprob = None if wanted is None else drawn.logprob(row, wanted)
-            served = Served(generation, generation.push(token, logprob), [token] if token >= 0 else [])
+            forced = drawn.forced is not None and drawn.forced[row]
+            served = Served(generation, generation.push(token, forced, logprob), [token] if token >= 0 else [])
         if generation.close_thought:
             generation.close_thought = False
             self.runner.steering.close(lane, behind=len(self.flying))

@@ -13,6 +13,7 @@ from ringkv.engine.sampling import Sampling
 from ringkv.engine.seeds import effective_seed
 from ringkv.engine.template import ChatTemplate
 from ringkv.engine.text import IncrementalDecoder, encode_messages
+from ringkv.engine.thinking import ThoughtTags, strip_thought
 from ringkv.errors import RingkvError
 from ringkv.models.config import ModelConfig
 from ringkv.models.tokenizer import Tokenizer
@@ -45,6 +46,9 @@ class Prompts:
         self.template = None
         if tokenizer is not None and tokenizer.chat_template is not None:
             self.template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        self.tags = None
+        if tokenizer is not None:
+            self.tags = ThoughtTags.detect(tokenizer.chat_template, tokenizer.control_tokens)
         theirs = generation_config.get("eos_token_id")
         ids = theirs if isinstance(theirs, (list, tuple)) else [theirs]
         self.eos_ids = frozenset(id for id in ids if isinstance(id, int)) | frozenset(config.eos_ids)
@@ -76,7 +80,7 @@ class Prompts:
         else:
             ids = prompt
         if messages is not None:
-            ids = self.encode(messages)
+            ids = self.encode(messages, params.thinking)
         ids = self.check_ids(ids)
         sampling = Sampling.resolve(params, self.generation_config)
         seed = effective_seed(params.seed, self.engine_seed, index, sampling.greedy)
@@ -88,12 +92,20 @@ class Prompts:
             pin=self._pin(ids, messages),
             stop_ids=self._stop_ids(params),
             position_limit=self.config.max_position_embeddings,
+            **self._thought(ids, params, sampling),
         )
         return [dataclasses.replace(request, sample=sample) for sample in range(params.n)]
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, with the generation prompt."""
-        return encode_messages(self._need_tokenizer(), self.template, messages)
+    def encode(self, messages: Sequence[Message], thinking: bool | str = "auto") -> list[int]:
+        """Token ids of a conversation, with the generation prompt. Thoughts of earlier turns are left out.
+
+        Args:
+            thinking: True or False goes to the template as ``enable_thinking``.
+        """
+        if self.tags is not None:
+            messages = [_without_thought(message, self.tags) for message in messages]
+        wanted = thinking if isinstance(thinking, bool) else None
+        return encode_messages(self._need_tokenizer(), self.template, messages, thinking=wanted)
 
     def decoder(self) -> IncrementalDecoder | None:
         """A fresh decoder of output tokens; None without a tokenizer."""
@@ -109,6 +121,21 @@ class Prompts:
             if not 0 <= id < self.config.vocab_size:
                 raise RingkvError.bad("prompt: token id", id, f"0 to {self.config.vocab_size - 1}")
         return list(ids)
+
+    def _thought(self, ids: list[int], params: SamplingParams, sampling: Sampling) -> dict[str, Any]:
+        """What a request must know of the thought that it may hold."""
+        tags = self.tags
+        if params.max_thinking_tokens is not None and (tags is None or tags.ids is None):
+            why = "the model has no thoughts" if tags is None else f"{tags.open} and {tags.close} are not single tokens"
+            raise RingkvError(f"max_thinking_tokens = {params.max_thinking_tokens}: {why}; accepted is none")
+        if tags is None or self.tokenizer is None:
+            return {}
+        return {
+            "tags": tags,
+            "inside_thought": tags.begins_inside(ids, self.tokenizer.decode),
+            "closing_message": self.tokenizer.encode(params.thinking_message, control=False),
+            "warnings": ["temperature 0: a model that thinks falls into loops more easily"] if sampling.greedy else [],
+        }
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         for id in (*params.stop_token_ids, *(params.logit_bias or ())):
@@ -149,3 +176,11 @@ class Prompts:
         if pin > self.ring.sinks and as_policy(self.ring.policy).evicts:
             self.ring.check_protected(pin, f"pin = {self.ring.pin!r}: pinned tokens")
         return pin
+
+
+def _without_thought(message: Message, tags: ThoughtTags) -> Message:
+    """An earlier answer without its thought; any other message as it is."""
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        return message
+    content = message.get("content")
+    return {**message, "content": strip_thought(content, tags)} if isinstance(content, str) else message

@@ -6,8 +6,9 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from ringkv.engine.completion import Completion
-from ringkv.engine.request import ANSWER, Generation
+from ringkv.engine.request import Generation
 from ringkv.engine.spec import describe, fields_of
+from ringkv.engine.thinking import ANSWER, THINKING
 from ringkv.errors import RingkvError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 def completion(engine: Engine, generation: Generation) -> Completion:
     """The completion of a request that has ended."""
     request = generation.request
+    thinking_tokens, answer_tokens = generation.counts()
     report = {
         "seen": len(request.ids) + max(0, len(generation.tokens) - 1),
         "retained": generation.retained,
@@ -24,12 +26,12 @@ def completion(engine: Engine, generation: Generation) -> Completion:
     }
     return Completion(
         text=generation.texts[ANSWER],
-        thinking=None,
+        thinking=generation.texts[THINKING] if request.tags is not None else None,
         token_ids=list(generation.tokens),
         prompt_tokens=len(request.ids),
         completion_tokens=len(generation.tokens),
-        thinking_tokens=0,
-        answer_tokens=len(generation.tokens),
+        thinking_tokens=thinking_tokens,
+        answer_tokens=answer_tokens,
         finish_reason=generation.finish_reason or "error",
         stop_reason=generation.stop_reason,
         repetition=None if generation.repetition is None else dataclasses.asdict(generation.repetition),

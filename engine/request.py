@@ -11,8 +11,7 @@ from ringkv.engine.repetition import Repetition, RepetitionDetector
 from ringkv.engine.sampling import Sampling
 from ringkv.engine.stops import StopStrings
 from ringkv.engine.text import IncrementalDecoder
-
-ANSWER, THINKING = "answer", "thinking"
+from ringkv.engine.thinking import ANSWER, TAG, THINKING, ThoughtCounter, ThoughtSplitter, ThoughtTags
 
 
 @dataclass
@@ -27,6 +26,7 @@ class Request:
         sample: which of n samples this is.
         pin: the end of the pinned span, which starts at 0.
         stop_ids: tokens that end the text.
+        tags: of the model's thoughts; None where it has none.
         inside_thought: whether the prompt ends inside an open thought.
         closing_message: ids that are written before a thought is closed by force.
         position_limit: max_position_embeddings; going past it is a warning.
@@ -40,6 +40,7 @@ class Request:
     sample: int = 0
     pin: int = 0
     stop_ids: frozenset[int] = frozenset()
+    tags: ThoughtTags | None = None
     inside_thought: bool = False
     closing_message: Sequence[int] = ()
     position_limit: int = 2**31
@@ -71,18 +72,27 @@ class Generation:
         self.figures: dict[str, Any] = {"kept": 0, "evictions": 0, "evictions_per_layer": [], "peak_slots": 0}
         self.started = self.first = time.monotonic()
         self._stops = StopStrings(values["stop"])
-        self._detector = RepetitionDetector(values["min_repeat_count"], values["min_repeat_span"])
+        self._detector = self._new_detector()
+        self._length = 0  # characters of the text so far, tags and what is held back included
+        self._counter = ThoughtCounter(request.tags, request.inside_thought)
+        self._splitter = None if request.tags is None else ThoughtSplitter(request.tags, request.inside_thought)
 
     @property
     def room(self) -> int:
         """Tokens that may still follow."""
-        return self.request.sampling.values["max_tokens"] - len(self.tokens)
+        return int(self.request.sampling.values["max_tokens"]) - len(self.tokens)
 
-    def push(self, token: int, logprob: dict[str, Any] | None = None) -> list[tuple[str, str]]:
+    @property
+    def channel(self) -> str:
+        """Where the text is now: "thinking" or "answer"."""
+        return THINKING if self._counter.inside else ANSWER
+
+    def push(self, token: int, forced: bool = False, logprob: dict[str, Any] | None = None) -> list[tuple[str, str]]:
         """Take the next token; sets ``finish_reason`` when it is the last.
 
         Args:
             token: -1 where the logits were not finite.
+            forced: whether it closes a thought, or belongs to the message that does.
             logprob: what is reported of it, if anything.
 
         Returns:
@@ -99,12 +109,13 @@ class Generation:
         if token in self.request.stop_ids:
             self.finish_reason, self.stop_reason = "stop", token
             return self.flush()
-        text, hit = self._stops.push(self.decoder.push(token) if self.decoder else "")
-        pieces = self._split(text)
+        text, hit = self._stops.push(self._read(token, forced))
         if hit is not None:
             self.finish_reason, self.stop_reason = "stop", hit
-            return pieces
-        self._watch(token)
+            return self._split(text, last=True)
+        pieces = self._split(text)
+        if not forced:
+            self._watch(token)
         if self.finish_reason is None and self.room <= 0:
             self.finish_reason = "length"
         return pieces if self.finish_reason is None else pieces + self.flush()
@@ -115,7 +126,7 @@ class Generation:
         text, hit = self._stops.push(rest)
         if hit is not None and self.stop_reason is None:
             self.finish_reason, self.stop_reason = "stop", hit
-        return self._split(text + self._stops.flush())
+        return self._split(text + self._stops.flush(), last=True)
 
     def cancel(self) -> None:
         """End the request where it is."""
@@ -129,7 +140,14 @@ class Generation:
         """What the result must say beside its text."""
         limit, seen = self.request.position_limit, len(self.request.ids) + len(self.tokens)
         past = f"{seen} tokens were seen; the model was made for {limit} (max_position_embeddings)"
-        return [*self.request.warnings, *([past] if seen > limit else [])]
+        open_thought = "it ended inside the thought: there is no answer"
+        unanswered = self._counter.inside and self.error is None
+        return [*self.request.warnings, *([past] if seen > limit else []), *([open_thought] if unanswered else [])]
+
+    def counts(self) -> tuple[int, int]:
+        """Tokens of the thought and of the answer, without tags and closing messages."""
+        self._counter.flush()
+        return self._counter.thinking_tokens, self._counter.answer_tokens
 
     def timing(self) -> dict[str, float]:
         """Seconds, and tokens a second of decode."""
@@ -141,8 +159,25 @@ class Generation:
             "tokens_per_s": max(0, len(self.tokens) - 1) / decode if decode else 0.0,
         }
 
-    def _split(self, text: str) -> list[tuple[str, str]]:
-        pieces = [(ANSWER, text)] if text else []
+    def _read(self, token: int, forced: bool) -> str:
+        """The text of a token; counts it, and marks it where it is a tag."""
+        text = self.decoder.push(token) if self.decoder else ""
+        tags = self.request.tags
+        message = forced and tags is not None and token != tags.close_id
+        kind = THINKING if message else self._counter.push(token, text)
+        if kind == TAG and tags is not None and self._splitter is not None and tags.ids is not None:
+            tag = tags.open if token == tags.open_id else tags.close
+            if self.decoder and not text.endswith(tag):  # a tokenizer may print nothing for its tags
+                text += self.decoder.flush() + tag
+            self._splitter.mark(self._length + len(text) - len(tag), token)
+        self._length += len(text)
+        return text
+
+    def _split(self, text: str, last: bool = False) -> list[tuple[str, str]]:
+        if self._splitter is None:
+            pieces = [(ANSWER, text)] if text else []
+        else:
+            pieces = self._splitter.push(text) + (self._splitter.flush() if last else [])
         for channel, piece in pieces:
             self.texts[channel] += piece
         return pieces
@@ -153,5 +188,12 @@ class Generation:
         if found is None:
             return
         self.repetition = self.repetition or found
-        if self.request.sampling.values["on_repetition"] != "ignore":
+        wanted = self.request.sampling.values["on_repetition"]
+        if wanted == "close_thought" and self._counter.inside and self.request.tags and self.request.tags.ids:
+            self.close_thought, self._detector = True, self._new_detector()
+        elif wanted != "ignore":
             self.finish_reason = "repetition"
+
+    def _new_detector(self) -> RepetitionDetector:
+        values = self.request.sampling.values
+        return RepetitionDetector(values["min_repeat_count"], values["min_repeat_span"])

@@ -27,11 +27,13 @@ class Drawn:
 
     Attributes:
         tokens: ids; -1 for a row that was not finite, or that does not run.
+        forced: which of them the model did not choose; None: none.
         logprobs: of the tokens, before any processing; None where no lane wants them.
         top_ids, top_logprobs: the likeliest tokens of each row, the likeliest first.
     """
 
     tokens: list[int]
+    forced: list[bool] | None = None
     logprobs: list[float] | None = None
     top_ids: list[list[int]] | None = None
     top_logprobs: list[list[float]] | None = None
@@ -86,18 +88,19 @@ class Runner:
     @torch.inference_mode()
     def first(self, lane: int, logits: Tensor) -> Drawn:
         """Draw a prefilled lane's first token from its logits [1, V]."""
-        token = self._next(logits, [lane])
+        token, forced = self._next(logits, [lane])
         self.ring.next_token[lane] = token[0]
-        return self._drawn(token, logits)
+        return self._drawn(token, forced, logits)
 
     @torch.inference_mode()
     def step(self) -> Drawn:
         """One token for every running lane, by lane."""
         logits = self.forward(self.ring.next_token)
-        token = torch.where(self.ring.active, self._next(logits), -1)
+        token, forced = self._next(logits)
+        token = torch.where(self.ring.active, token, -1)
         self.ring.active &= token >= 0
         self.ring.next_token.copy_(token)
-        return self._drawn(token, logits)
+        return self._drawn(token, forced, logits)
 
     latency = 0  # steps that may be launched before the tokens of one are read
 
@@ -113,19 +116,19 @@ class Runner:
         """Forget the steps that were launched and not collected."""
         self._flying.clear()
 
-    def _next(self, logits: Tensor, lanes: Sequence[int] | None = None) -> Tensor:
-        token = self.steering.apply(self.sampler.draw(logits, self.ring, lanes), lanes)
+    def _next(self, logits: Tensor, lanes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
+        token, forced = self.steering.apply(self.sampler.draw(logits, self.ring, lanes), lanes)
         self.sampler.note(token, lanes)
-        return token
+        return token, forced
 
-    def _drawn(self, token: Tensor, logits: Tensor) -> Drawn:
-        k = self.sampler.logprobs
+    def _drawn(self, token: Tensor, forced: Tensor | None, logits: Tensor) -> Drawn:
+        ids, flags, k = token.tolist(), None if forced is None else forced.tolist(), self.sampler.logprobs
         if k is None:
-            return Drawn(token.tolist())
+            return Drawn(ids, flags)
         logprob = logits.log_softmax(-1)
         top = logprob.topk(k, sorted=True)
         own = logprob.gather(1, token.clamp(min=0)[:, None])[:, 0]
-        return Drawn(token.tolist(), own.tolist(), top.indices.tolist(), top.values.tolist())
+        return Drawn(ids, flags, own.tolist(), top.indices.tolist(), top.values.tolist())
 
     @torch.inference_mode()
     def forward(self, token: Tensor) -> Tensor:

@@ -48,14 +48,14 @@ class Steering:
         """Close the thought after one more token of the model's; ``behind``: steps launched since the last one seen."""
         self.cursor[lane] = NEXT if behind == 0 else 0
 
-    def apply(self, token: Tensor, lanes: Sequence[int] | None = None) -> Tensor:
-        """The tokens [b] that really follow, of these lanes or of all."""
+    def apply(self, token: Tensor, lanes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
+        """The tokens [b] that really follow, of these lanes or of all, and which were forced (None: never any)."""
         if self.tags is None:
-            return token
+            return token, None
         if lanes is None:
             return steer(token, self.queue, self.length, self.cursor, self.left, self.phase, *self.tags)
         at = torch.tensor(lanes, device=token.device)
         cursor, left, phase = self.cursor[at], self.left[at], self.phase[at]
-        token = steer(token, self.queue[at], self.length[at], cursor, left, phase, *self.tags)
+        steered = steer(token, self.queue[at], self.length[at], cursor, left, phase, *self.tags)
         self.cursor[at], self.left[at], self.phase[at] = cursor, left, phase
-        return token
+        return steered

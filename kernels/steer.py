@@ -18,7 +18,7 @@ def steer(
     phase: Tensor,
     open_id: int,
     close_id: int,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Replace drawn tokens by forced ones where a queue runs, and account for the thought, in place.
 
     Args:
@@ -30,7 +30,7 @@ def steer(
         open_id, close_id: the tags of the thought; -1 where the model has none.
 
     Returns:
-        int64 [B].
+        The tokens that follow, int64 [B], and which of them were forced, bool [B].
     """
     forcing = (cursor >= 0) & (token >= 0)
     token = torch.where(forcing, queue.gather(1, cursor.clamp(min=0)[:, None])[:, 0], token)
@@ -39,10 +39,10 @@ def steer(
 
     opened = (phase == BEFORE) & (token == open_id)
     closed = (phase == INSIDE) & (token == close_id)
-    counted = (phase == INSIDE) & ~closed & ~forcing & (left > 0)
+    counted = (phase == INSIDE) & ~closed & (token != open_id) & ~forcing & (left > 0)
     left -= counted.to(left.dtype)
     phase.copy_(torch.where(opened, INSIDE, torch.where(closed, AFTER, phase)))
     # The model may close the thought just before the queue would: then there is nothing to force any more.
     after = torch.where(closed, IDLE, after)
     cursor.copy_(torch.where((phase == INSIDE) & (left == 0) & (after == IDLE), 0, after))
-    return token
+    return token, forcing

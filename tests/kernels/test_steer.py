@@ -25,7 +25,7 @@ def plain(drawn: list[int], inside: bool, budget: int | None, message: list[int]
             phase = "in"
         elif phase == "in" and token == CLOSE:
             phase, queue = "after", []
-        elif phase == "in" and not forced and left:
+        elif phase == "in" and token != OPEN and not forced and left:
             left -= 1
         if phase == "in" and left == 0 and not queue:
             queue = [*message, CLOSE]
@@ -49,7 +49,7 @@ def test_lanes_equal_the_plain_loop(lanes):
     steering = Steering(len(lanes), (OPEN, CLOSE), CPU)
     for lane, (_, inside, budget, message) in enumerate(lanes):
         steering.set(lane, inside, budget, message)
-    rows = [steering.apply(torch.tensor([drawn[step] for drawn, *_ in lanes])).tolist() for step in range(12)]
+    rows = [steering.apply(torch.tensor([drawn[step] for drawn, *_ in lanes]))[0].tolist() for step in range(12)]
     for lane, (drawn, inside, budget, message) in enumerate(lanes):
         assert [row[lane] for row in rows] == plain(drawn, inside, budget, message)
 
@@ -58,19 +58,19 @@ def test_lanes_equal_the_plain_loop(lanes):
 def test_closing_lets_one_more_token_of_the_model_through(behind):
     steering = Steering(1, (OPEN, CLOSE), CPU)
     steering.set(0, True, None, [7])
-    tokens = [steering.apply(torch.tensor([5])).item() for _ in range(3)]
+    tokens = [steering.apply(torch.tensor([5]))[0].item() for _ in range(3)]
     if behind:
-        tokens.append(steering.apply(torch.tensor([5])).item())
+        tokens.append(steering.apply(torch.tensor([5]))[0].item())
     steering.close(0, behind)  # the host has seen the third
-    tokens += [steering.apply(torch.tensor([5])).item() for _ in range(6 - len(tokens) + 1)]
+    tokens += [steering.apply(torch.tensor([5]))[0].item() for _ in range(6 - len(tokens) + 1)]
     assert tokens == [5, 5, 5, 5, 7, CLOSE, 5]
 
 
 def test_a_row_that_is_not_finite_stays_marked():
     steering = Steering(1, (OPEN, CLOSE), CPU)
     steering.set(0, True, 0, [])
-    assert steering.apply(torch.tensor([-1])).item() == -1
-    assert steering.apply(torch.tensor([5])).item() == CLOSE
+    assert steering.apply(torch.tensor([-1]))[0].item() == -1
+    assert steering.apply(torch.tensor([5]))[0].item() == CLOSE
 
 
 def test_a_message_that_is_too_long_is_refused():
