@@ -19,6 +19,7 @@ from ringkv.models.keys import read_json, refusal
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
+_MAX_SIZE = 1 << 24
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -54,7 +55,7 @@ class Tokenizer:
         size: one more than the largest id; a model's ids from it on are padding.
 
     Raises:
-        RingkvError: the backend's decoder is of another kind.
+        RingkvError: the backend's decoder is of another kind, or an id is absurd.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class Tokenizer:
         self.special_ids = frozenset(id for id, token in self._added.items() if token.special)
         self.control_tokens = {token.content: id for id, token in self._added.items() if _is_control(token)}
         self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if self.size > _MAX_SIZE:
+            raise RingkvError(f"tokenizer.json: id {self.size - 1}: accepted are ids below {_MAX_SIZE}")
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
@@ -125,7 +128,7 @@ class Tokenizer:
         Raises:
             RingkvError: the text holds half a surrogate pair.
         """
-        ids: list[int] = self._encoding(self._backend, text).ids if control else self.encode_parts([text])
+        ids = self._encode(self._backend, text) if control else self.encode_parts([text])
         if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -140,12 +143,14 @@ class Tokenizer:
         """
         plain, names, ours = self._plain
         text = "".join(part if isinstance(part, str) else names[part] for part in parts)
-        encoding = self._encoding(plain, text)
+        control = set(self.control_tokens.values()) - ours.keys()
         ids = []
-        for id, token in zip(encoding.ids, encoding.tokens, strict=True):
-            if token in self.control_tokens:
-                raise RingkvError(f"text: the tokenizer makes the control token {token!r} of plain text")
-            ids.append(ours.get(token, id))
+        for id in self._encode(plain, text):
+            if id in control:
+                raise RingkvError(
+                    f"text: the tokenizer makes the control token {self._added[id].content!r} of plain text"
+                )
+            ids.append(ours.get(id, id))
         return ids
 
     def token_bytes(self, id: int) -> bytes:
@@ -167,18 +172,19 @@ class Tokenizer:
         text = b"".join(self.token_bytes(id) for id in ids if id not in self.special_ids).decode(errors="replace")
         return text.removeprefix(" ") if self.drops_space else text
 
-    def _encoding(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+    def _encode(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
         try:
-            return backend.encode(text, add_special_tokens=False)
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         except TypeError as error:
             raise RingkvError("text: it holds half a surrogate pair, which is not valid Unicode") from error
+        return ids
 
     def _begins_with_bos(self) -> bool:
         return self.bos_id is not None and self._backend.encode("a").ids[:1] == [self.bos_id]
 
     @cached_property
-    def _plain(self) -> tuple[tokenizers.Tokenizer, dict[int, str], dict[str, int]]:
-        """A tokenizer that knows the control tokens by secret names only; these by id; the ids of its added tokens.
+    def _plain(self) -> tuple[tokenizers.Tokenizer, dict[int, str], dict[int | None, int]]:
+        """A tokenizer that knows the control tokens by secret names only; these names by id; its added ids to ours.
 
         So a text can hold both: control tokens under their secret names, and texts that merely look like them. The
         words between are cut where the first tokenizer cuts them, since the tokens are as greedy for blanks.
@@ -188,15 +194,24 @@ class Tokenizer:
             plain.normalizer = self._backend.normalizer
         if self._backend.pre_tokenizer is not None:
             plain.pre_tokenizer = self._backend.pre_tokenizer
+        words = self._backend.get_vocab(with_added_tokens=False)
         nonce = secrets.token_hex(8)
         names = {id: f"\U0010fffd{nonce}:{id}\U0010fffd" for id in self.control_tokens.values()}
         texts = {id: names.get(id, token.content) for id, token in sorted(self._added.items())}
+        # New ids count on from the number of words, which is no free id where the vocabulary has holes.
+        holes = max(words.values(), default=-1) + 1 - len(words)
+        plain.add_tokens([f"\U0010fffd{nonce}-{hole}\U0010fffd" for hole in range(holes)])
         added = [
-            AddedToken(texts[id], lstrip=token.lstrip, rstrip=token.rstrip, normalized=token.normalized)
-            for id, token in sorted(self._added.items())
+            AddedToken(
+                text,
+                lstrip=self._added[id].lstrip,
+                rstrip=self._added[id].rstrip,
+                normalized=id not in names and self._added[id].normalized,
+            )
+            for id, text in texts.items()
         ]
         plain.add_tokens(added)
-        return plain, names, {text: id for id, text in texts.items()}
+        return plain, names, {plain.token_to_id(text): id for id, text in texts.items()}
 
 
 @contextmanager
