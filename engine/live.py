@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ringkv.kernels.leverage import leverage
 from ringkv.kernels.observe import received_attention
+from ringkv.kernels.pairs import Pairs
 from ringkv.kernels.philox import EVICTION, PROJECTION, normal, philox, to_uniform
 from ringkv.kernels.redundancy import redundancy
 from ringkv.kernels.scores import window_attention
@@ -28,7 +29,7 @@ class Live:
         k, v: [L, B, H, S, D], the storage; slots are in no order. See ``keys`` and ``values``.
         queries: [L, B, Hq, w, D], the last w <= window queries, in no order.
         last: int64 [P], which of them is the last.
-        pairs: the P (layer, lane) indices into the storage.
+        pairs: the P (layer, lane) indices into the storage, as ints and as tensors.
         layer: int64 [P], the model's layer (a prompt's storage holds one layer at index 0).
         seed, sample: int64 [P], the request's noise key and sample index.
         eviction: int64 [P], which eviction this is; 0 at prefill.
@@ -46,7 +47,7 @@ class Live:
     v: Tensor
     queries: Tensor
     last: Tensor
-    pairs: list[tuple[int, int]]
+    pairs: Pairs
     layer: Tensor
     seed: Tensor
     sample: Tensor

@@ -22,7 +22,8 @@ from ringkv.kernels.append import append, value_range
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.backend import runs_triton
 from ringkv.kernels.layer import LayerRing, Places, places
-from ringkv.kernels.select import lowest, partition
+from ringkv.kernels.pairs import Pairs
+from ringkv.kernels.select import free, lowest, partition
 from ringkv.models.config import ModelConfig
 
 SCRATCH_BYTES = 64 << 20
@@ -186,8 +187,8 @@ class Ring:
 
     def live(self, pairs: list[tuple[int, int]]) -> Live:
         """The live tokens of some pairs that hold equally many, for a policy."""
-        index = torch.tensor(pairs, device=self.order.device)
-        layer, lane = index[:, 0], index[:, 1]
+        where = Pairs(pairs, self.order.device)
+        layer, lane = where.layer, where.lane
         n = int(self.counts[pairs[0]])
         slot = self.order[layer, lane, :, :n].long()
         return Live(
@@ -198,7 +199,7 @@ class Ring:
             v=self.v,
             queries=self.queries,
             last=(self.seen[lane] - 1) % self.config.window,
-            pairs=pairs,
+            pairs=where,
             layer=layer,
             seed=self.seed[lane],
             sample=self.sample[lane],
@@ -216,24 +217,19 @@ class Ring:
         for pairs in self._groups(due):
             live = self.live(pairs)
             new = self.state.checked(live.state, self.policy.observe(live))
-            self.state.scatter(live.layer, torch.tensor(pairs, device=live.slot.device)[:, 1], live.slot, new)
+            self.state.scatter(live.pairs.layer, live.pairs.lane, live.slot, new)
         self.unobserved[due] = 0
 
     def _evict(self, pairs: list[tuple[int, int]]) -> None:
         """Free ``window`` slots a head in pairs that are full: slot numbers and marks only."""
         live = self.live(pairs)
-        victim = lowest(priorities(self.policy, live), live.protected, self.config.window)
-        whole = torch.cat((victim, torch.zeros_like(victim[..., : self.config.window])), dim=-1)
-        slot = live.slot.gather(2, partition(whole))
-        layer, lane = live.layer, torch.tensor([lane for _, lane in pairs], device=slot.device)
-        self.order[layer, lane] = slot.int()
-        position = self.position[layer, lane]
-        self.position[layer, lane] = position.scatter_(2, slot[..., self.config.budget :], -1)
-        self.state.clear(layer, lane, slot[..., self.config.budget :])
-        self.count[layer, lane] -= self.config.window
-        self.evictions[layer, lane] += 1
+        window = self.config.window
+        victim = lowest(priorities(self.policy, live), live.protected, window)
+        tables = self.order, self.position, self.count, self.evictions
+        freed = free(victim, live.slot, window, live.pairs, *tables)
+        self.state.clear(live.pairs.layer, live.pairs.lane, freed)
         for pair in pairs:
-            self.counts[pair] -= self.config.window
+            self.counts[pair] -= window
             self.evicted[pair] += 1
 
     # -- a prompt --------------------------------------------------------------------------------------------------
@@ -305,7 +301,7 @@ class Ring:
             v=values[None, None],
             queries=q.transpose(0, 1)[None, None],
             last=torch.full_like(self.pin[lane, None], len(q) - 1),
-            pairs=[(0, 0)],
+            pairs=Pairs([(0, 0)], slot.device),
             layer=torch.tensor([layer], device=slot.device),
             seed=self.seed[lane, None],
             sample=torch.zeros_like(self.sample[lane, None]),

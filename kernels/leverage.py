@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringkv.kernels.backend import dispatched
 
+
+@dispatched
 def leverage(
     k: Tensor, v: Tensor, order: Tensor, pairs: Sequence[tuple[int, int]], scratch: Tensor, projection: Tensor
 ) -> Tensor:

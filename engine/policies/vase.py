@@ -12,6 +12,7 @@ from ringkv.engine.live import Live
 from ringkv.engine.policies.attention import pool_score
 from ringkv.engine.policies.base import Policy, check_int, register_policy
 from ringkv.kernels.philox import gumbel
+from ringkv.kernels.select import lowest
 
 
 @register_policy
@@ -64,11 +65,9 @@ class VaseAttnV(Policy):
         large = live.budget // 4 if self.large is None else self.large
         room = live.budget - live.window - pinned.sum(-1, keepdim=True)  # [P, H, 1]
         v_range = live.v_range[..., : live.candidates].masked_fill(live.sink, torch.inf).masked_fill(pinned, -torch.inf)
-        # Ascending and stable: of equal ranges the older stand first, so the younger are kept.
-        ascending = torch.sort(v_range, dim=-1, stable=True).indices
-        ranks = torch.arange(live.candidates, device=ascending.device).expand_as(ascending)
-        rank = torch.empty_like(ascending).scatter_(-1, ascending, ranks)
-        kept = (rank >= live.candidates - room.clamp(max=large)) | live.sink
+        # Of equal ranges the older are not kept.
+        small = lowest(v_range, torch.zeros_like(pinned), live.candidates - room.clamp(max=large))
+        kept = ~small | live.sink
         return pool_score(live, self.kernel), kept
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from ringkv.engine.live import Live
 from ringkv.engine.policies import Policy, Random, VaseAttnV
+from ringkv.kernels.pairs import Pairs
 from ringkv.kernels.select import lowest
 from rings import fill, make_ring
 
@@ -36,7 +37,7 @@ def survivors(policy: Policy) -> np.ndarray:
     live = replace(
         one,
         **{name: getattr(one, name).expand(DRAWS, -1, -1) for name in ("position", "v_range", "slot")},
-        pairs=one.pairs * DRAWS,
+        pairs=Pairs([*one.pairs] * DRAWS, torch.device("cpu")),
         last=many,
         layer=many,
         pin=many,

@@ -1,0 +1,41 @@
+"""The (layer, lane) pairs that an operation works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+
+class Pairs(Sequence[tuple[int, int]]):
+    """Pairs that the host knows as ints, and the device as tensors.
+
+    Attributes:
+        layer, lane: int64 [P].
+    """
+
+    def __init__(self, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
+        self._pairs = list(pairs)
+        # Pinned memory lets the host go on while the device still computes.
+        index = torch.tensor(self._pairs, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        self.layer, self.lane = index.T.contiguous()
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, int]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[int, int]]: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[int, int] | list[tuple[int, int]]:
+        return self._pairs[index]
+
+
+def layers_and_lanes(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """The tensors of pairs, for a kernel."""
+    assert isinstance(pairs, Pairs)
+    return pairs.layer, pairs.lane
