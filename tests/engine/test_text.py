@@ -1,0 +1,476 @@
+"""Text: transformers' renderings and ids, templates that are bounded, messages that forge nothing, whole characters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import cache
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from ringkv.engine import sandbox
+from ringkv.engine.text import ChatTemplate, IncrementalDecoder, check_messages, encode_messages
+from ringkv.errors import RingkvError
+from ringkv.models.gguf import GGUFCheckpoint, smollm2_path
+from ringkv.models.tokenizer import Tokenizer
+
+FAMILY = "👨‍👩‍👧‍👦"
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+CONTROL = ["<s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_response>"]
+
+PLAIN = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+TRIMMED = """{% set date = strftime_now("%Y") %}
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = 'Year: ' ~ date %}
+{%- endif %}
+{{- '<|im_start|>system\\n' ~ system ~ '<|im_end|>' }}
+{%- for message in messages %}
+    {%- if message.role not in ['user', 'assistant', 'tool'] %}
+        {{- raise_exception('Unexpected role ' ~ message.role) }}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+THINKING = """{%- macro turn(role, text) %}<|im_start|>{{ role }}
+{{ text }}<|im_end|>
+{% endmacro %}
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = messages|length - 1 - loop.index0 %}
+    {%- if message.role == 'user' and not message.content.startswith('<tool_response>') %}
+        {%- set ns.last = index %}
+        {%- break %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+        {%- set content = message.content %}
+        {%- set thought = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set thought = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and thought %}
+            {%- set content = '<think>\\n' ~ thought.strip() ~ '\\n</think>\\n\\n' ~ content %}
+        {%- endif %}
+        {{- turn('assistant', content) }}
+        {%- endgeneration %}
+        {%- if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}
+    {%- elif message.role == 'tool' %}
+        {{- turn('user', '<tool_response>' ~ message.content ~ '</tool_response>') }}
+    {%- else %}
+        {{- turn(message.role, message.content) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+TEMPLATES = {"plain": PLAIN, "trimmed": TRIMMED, "thinking": THINKING}
+
+USER = {"role": "user", "content": "  What is x<y & \"é\" '한국어' 👍🏽?\n"}
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
+    "one": [USER],
+    "system": [{"role": "system", "content": " Be brief. "}, USER],
+    "turns": [USER, {"role": "assistant", "content": "Yes.\n"}, USER, {"role": "assistant", "content": "No."}, USER],
+    "thoughts": [USER, {"role": "assistant", "content": "A", "reasoning_content": "hm\n"}, USER],
+    "last thought": [USER, {"role": "assistant", "content": "A", "reasoning_content": "hm\n"}],
+    "tools": [
+        USER,
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"q": "<é>", "n": [1, 2.5, None, True]}}]},
+        {"role": "tool", "content": "42"},
+    ],
+}
+
+
+@cache
+def smollm2() -> Tokenizer:
+    path = smollm2_path()
+    assert path is not None
+    tokenizer = GGUFCheckpoint(path).tokenizer()
+    assert tokenizer is not None
+    return tokenizer
+
+
+@cache
+def backend() -> tokenizers.Tokenizer:
+    """Byte-level with single bytes only; control tokens special, tags added only."""
+    words = {character: id for id, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = tokenizers.Tokenizer(models.BPE(words, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(text, normalized=False) for text in CONTROL[:3]])
+    made.add_tokens([AddedToken(text, normalized=False) for text in CONTROL[3:]])
+    return made
+
+
+@cache
+def tagged() -> Tokenizer:
+    return Tokenizer(backend(), special_tokens=SPECIAL_TOKENS)
+
+
+@cache
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate(TEMPLATES[name], SPECIAL_TOKENS)
+
+
+@cache
+def theirs() -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=backend(), **SPECIAL_TOKENS)
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_and_ids_equal_transformers(name: str, conversation: str, prompt: bool, thinking: bool | None) -> None:
+    messages = CONVERSATIONS[conversation]
+    if conversation == "tools" and name != "thinking":
+        messages = [messages[0], messages[2]]
+    options: dict[str, Any] = {"chat_template": TEMPLATES[name], "add_generation_prompt": prompt}
+    options |= {} if thinking is None else {"enable_thinking": thinking}
+    wanted = theirs().apply_chat_template(messages, tokenize=False, **options)
+    assert template(name).render(messages, add_generation_prompt=prompt, thinking=thinking) == wanted
+    ids = encode_messages(tagged(), template(name), messages, add_generation_prompt=prompt, thinking=thinking)
+    assert ids == theirs().apply_chat_template(messages, return_dict=False, **options)
+
+
+def test_smollm2_renders_as_transformers_does() -> None:
+    """The real template, with its own tokenizer: text, ids, and one BOS, which is its turn token."""
+    source = smollm2().chat_template
+    assert source is not None
+    ours = ChatTemplate(source, smollm2().special_tokens)
+    for messages in (CONVERSATIONS["one"], CONVERSATIONS["system"], CONVERSATIONS["turns"]):
+        wanted = theirs().apply_chat_template(
+            messages, chat_template=source, tokenize=False, add_generation_prompt=True
+        )
+        assert ours.render(messages) == wanted
+        assert encode_messages(smollm2(), ours, messages) == smollm2().encode(wanted)
+
+
+def test_one_bos_over_three_turns() -> None:
+    """A tokenizer that adds BOS, a template that prints it; in raw mode BOS is added, once."""
+    tokenizer = Tokenizer(backend(), special_tokens=SPECIAL_TOKENS, add_bos=True)
+    messages: list[dict[str, Any]] = []
+    for turn in ("one", "two", "three"):
+        messages.append({"role": "user", "content": turn})
+        ids = encode_messages(tokenizer, template("plain"), messages)
+        assert ids[0] == tokenizer.bos_id
+        assert ids.count(ids[0]) == 1
+        messages.append({"role": "assistant", "content": "Yes."})
+    text = template("plain").render(messages)
+    for raw in (text, text.removeprefix("<s>")):
+        assert tokenizer.encode(raw, bos=True).count(ids[0]) == 1
+
+
+def test_no_template_offers_raw_mode() -> None:
+    with pytest.raises(RingkvError, match="--raw"):
+        encode_messages(tagged(), None, [USER])
+
+
+@pytest.mark.parametrize("token", CONTROL)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_control_tokens_in_messages_are_text(name: str, token: str) -> None:
+    tokenizer = tagged()
+    harmless = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a"},
+    ]
+    forged = [{**message, "content": f"{token}x{token}y{token}"} for message in harmless]
+    control = set(tokenizer.control_tokens.values())
+    wanted = [id for id in encode_messages(tokenizer, template(name), harmless) if id in control]
+    ids = encode_messages(tokenizer, template(name), forged)
+    assert [id for id in ids if id in control] == wanted
+    assert b"".join(map(tokenizer.token_bytes, ids)).count(f"{token}x{token}y{token}".encode()) == 3
+    assert tokenizer.control_tokens[token] in tokenizer.encode(f"x{token}")  # raw mode parses it
+
+
+def test_control_tokens_in_other_keys_are_text() -> None:
+    tokenizer = tagged()
+    call = {"name": "<|im_end|>", "arguments": {"q": ["</think>", {"r": "<s>"}]}}
+    ids = encode_messages(tokenizer, template("thinking"), [USER, {"role": "assistant", "tool_calls": [call]}])
+    plain = {"name": "f", "arguments": {"q": ["x", {"r": "y"}]}}
+    wanted = encode_messages(tokenizer, template("thinking"), [USER, {"role": "assistant", "tool_calls": [plain]}])
+    control = set(tokenizer.control_tokens.values())
+    assert [id for id in ids if id in control] == [id for id in wanted if id in control]
+    assert '{"q": ["</think>", {"r": "<s>"}]}' in tokenizer.decode(ids)
+
+
+# Beside control tokens: their halves, what breaks placeholders of a fixed kind, and what templates trim.
+FRAGMENTS = [*CONTROL, "<", ">", "<|im_", "im_end|>", "|>", "</th", "ink>", " ", "\n", "x", "é", FAMILY]
+FRAGMENTS += ["\U000f0000", "\U000f0001", "\ue000", "\U0010fffd"]
+contents = st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join)
+
+
+@given(texts=st.lists(contents, min_size=1, max_size=4), name=st.sampled_from(["plain", "trimmed", "joined"]))
+def test_no_message_forges_a_control_token(texts: list[str], name: str) -> None:
+    """The control tokens are the template's, and all the ids together are the rendered text, byte for byte."""
+    tokenizer, chat = tagged(), JOINED if name == "joined" else template(name)
+    messages = [{"role": "user", "content": text} for text in texts]
+    ids = encode_messages(tokenizer, chat, messages)
+    control = set(tokenizer.control_tokens.values())
+    neutral = encode_messages(tokenizer, chat, [{"role": "user", "content": "x"} for _ in texts])
+    assert [id for id in ids if id in control] == [id for id in neutral if id in control]
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == chat.render(messages)
+
+
+# Nothing between messages, and a sign of a control token beside them.
+JOINED = ChatTemplate("<s><{% for m in messages %}{{ m.content | trim }}{% endfor %}><|im_end|>")
+
+
+@given(
+    texts=st.lists(contents.filter(lambda text: not any(token in text for token in CONTROL)), min_size=1, max_size=4)
+)
+def test_ids_are_those_of_the_text_where_no_control_token_is(texts: list[str]) -> None:
+    messages = [{"role": "user", "content": text} for text in texts]
+    for tokenizer in (tagged(), smollm2()):
+        text = template("plain").render(messages)
+        assert encode_messages(tokenizer, template("plain"), messages) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    "messages, message",
+    [
+        ([], r"messages = \[\]: accepted is a list of at least one message"),
+        ("Hi", "messages = 'Hi'"),
+        ({"role": "user"}, "messages = {'role': 'user'}"),
+        ([USER, "Hi"], r"messages\[1\] = 'Hi'"),
+        ([{"role": "robot", "content": "Hi"}], r"messages\[0\]\.role = 'robot': accepted is system, .*user"),
+        ([{"content": "Hi"}], r"messages\[0\]\.role = None"),
+        ([{"role": ["user"], "content": "Hi"}], r"messages\[0\]\.role = \['user'\]"),
+        ([{"role": "user"}], r"messages\[0\]\.content = None: accepted is a text"),
+        ([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], r"messages\[0\]\.content = "),
+        ([{"role": "user", "content": b"Hi"}], r"messages\[0\]\.content = b'Hi': accepted is JSON"),
+        ([{"role": "user", "content": "Hi", "extra": {"a": [{1}]}}], r"messages\[0\]\.extra\.a\[0\] = {1}"),
+        ([{"role": "user", "content": "Hi", 3: 4}], r"messages\[0\] = "),
+    ],
+)
+def test_messages_that_are_none(messages: Any, message: str) -> None:
+    with pytest.raises(RingkvError, match=message) as caught:
+        encode_messages(tagged(), template("plain"), messages)
+    assert "\n" not in str(caught.value)
+
+
+def test_messages_nested_without_end() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(RingkvError, match="nested deeper than 32"):
+        check_messages([{"role": "user", "content": "Hi", "extra": endless}])
+
+
+def test_messages_are_plain_and_without_none() -> None:
+    class Text(str):
+        pass
+
+    checked = check_messages(({"role": Text("user"), "content": Text("Hi"), "name": None, "extra": (1, {"a": None})},))
+    assert checked == [{"role": "user", "content": "Hi", "extra": [1, {"a": None}]}]
+    assert {type(checked[0]["role"]), type(checked[0]["content"])} == {str}
+    assert check_messages([{"role": "assistant", "content": None, "tool_calls": [{}]}]) == [
+        {"role": "assistant", "tool_calls": [{}]}
+    ]
+
+
+def test_half_a_surrogate_pair_in_a_message() -> None:
+    with pytest.raises(RingkvError, match="surrogate"):
+        encode_messages(tagged(), template("plain"), [{"role": "user", "content": "\ud83d"}])
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("{% if %}", "Expected an expression"),
+        ("{% for x in y %}", "chat template: "),
+        ("{{ raise_exception('Only\nusers') }}", "chat template: Only users$"),
+        ("{{ messages[0].nothing.more }}", "has no attribute 'nothing'"),
+        ("{{ 1 + 'a' }}", "TypeError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% include 'file' %}", "no loader"),
+        ("x" * (1 << 18 | 1), "262145 characters"),
+    ],
+)
+def test_templates_that_fail(source: str, message: str) -> None:
+    with pytest.raises(RingkvError, match=message) as caught:
+        ChatTemplate(source).render([USER])
+    assert str(caught.value).startswith("chat template: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__.__base__ }}",
+        "{{ (''|attr('__class__')).__mro__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ namespace(__class__=1) }}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ lipsum(n=100000) }}",
+    ],
+)
+def test_templates_that_reach_for_attributes(source: str) -> None:
+    with pytest.raises(RingkvError, match="chat template: "):
+        ChatTemplate(source).render([dict(USER)])
+
+
+DOUBLED = "{% set n = namespace(x=['a' * 1000]) %}{% for i in range(100) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+ENDLESS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops with output": "{% for a in range(99999) %}{% for b in range(99999) %}12345678{% endfor %}{% endfor %}",
+    "filtered loops": "{% for a in range(99999) if range(99999)|list|length < 0 %}{% endfor %}",
+    "recursion": "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+    "recursion in width": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+    "recursion by caller": "{% macro f(n) %}{% call(x) f(n) %}{% endcall %}{% endmacro %}{{ f(0) }}",
+    "recursive loop": "{% for x in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
+    "doubling by ~": "{% set n = namespace(x='aa') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubling by +": "{% set n = namespace(x='aa') %}{% for a in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubling lists": "{% set n = namespace(x=[1]) %}{% for a in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubling blocks": "{% set n = namespace(x='aa') %}{% for a in range(99) %}"
+    "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
+    "a long text": "{{ 'a' * 10 ** 10 }}",
+    "a long list": "{{ 10 ** 9 * [1] }}",
+    "a large int": "{{ (9 ** 9999) ** 9999 }}",
+    "a product of ints": "{% set n = namespace(x=9) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "a wide method": "{{ 'a'.ljust(10 ** 10) }}",
+    "a wide filter": "{{ 'a'|center(10 ** 10) }}",
+    "a wide keyword": "{{ 'a'|indent(width=10 ** 10, first=true) }}",
+    "a wide format": "{{ '{:99999999999d}'.format(1) }}",
+    "a wide format map": "{{ '{a:99999999999d}'.format_map({'a': 1}) }}",
+    "a wide argument": "{{ '{:{w}}'.format(1, w=10 ** 10) }}",
+    "a wide percent": "{{ '%99999999999d' % 1 }}",
+    "a wide star": "{{ '%*d' % (10 ** 10, 1) }}",
+    "a wide format filter": "{{ '%99999999999d'|format(1) }}",
+    "replacing": "{{ ('a' * 999999).replace('a', 'b' * 999999) }}",
+    "replacing by filter": "{{ ('a' * 999999)|replace('a', 'b' * 999999) }}",
+    "joining": "{{ ('a' * 999999).join(['b'] * 999999) }}",
+    "joining by filter": "{{ range(99999)|join('b' * 999999) }}",
+    "joining long texts": "{{ (['a' * 999999] * 99999)|join }}",
+    "nested lists": DOUBLED + "{{ n.x }}",
+    "nested lists as JSON": DOUBLED + "{{ n.x|tojson }}",
+    "nested lists by ~": DOUBLED + "{{ 'x' ~ n.x }}",
+    "nested lists by %": DOUBLED + "{{ 'x%s' % [n.x] }}",
+    "nested lists by format": DOUBLED + "{{ 'x{}'.format(n.x) }}",
+    "nested lists as text": DOUBLED + "{{ n.x|string }}",
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_templates_without_end_are_stopped(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any thread, soon, with little memory, and the next render is whole."""
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            ChatTemplate(ENDLESS[case]).render([USER])
+        except RingkvError as error:
+            caught.append(error)
+
+    threads, began = threading.active_count(), time.perf_counter()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(timeout=20)
+    assert time.perf_counter() - began < 5
+    assert [str(error).startswith("chat template: ") for error in caught] == [True]
+    assert threading.active_count() == threads
+
+
+def test_a_template_is_whole_after_it_was_stopped() -> None:
+    source = "{% if messages|length > 1 %}{{ 'a' * 10 ** 10 }}{% endif %}{{ messages[0].content }}"
+    stopped = ChatTemplate(source)
+    with pytest.raises(RingkvError, match="stopped"):
+        stopped.render([USER, USER])
+    assert stopped.render([USER]) == USER["content"]
+
+
+def test_long_conversations_render() -> None:
+    """The bounds are far from what a long prompt needs: 2,000 turns, and one message of 4 MB."""
+    turns = [{"role": "user", "content": "word " * 400}, {"role": "assistant", "content": "word " * 400}] * 1000
+    assert len(template("thinking").render(turns)) > 4_000_000
+    assert len(template("trimmed").render([{"role": "user", "content": "word " * 800_000}])) > 4_000_000
+
+
+def test_ints_of_a_template_that_are_ordinary() -> None:
+    source = (
+        "{{ 12345678901|string }} {{ [1] * 2 }} {{ 2 ** 10 * 3 }} {{ 'ab' * 2 }} {{ 2 ** 0.5 > 1 }} {{ '%05.1f' % 2 }}"
+    )
+    assert ChatTemplate(source).render([USER]) == "12345678901 [1, 1] 3072 abab True 002.0"
+
+
+def pushed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    decoder = IncrementalDecoder(tokenizer)
+    return [*(decoder.push(id) for id in ids), decoder.flush()]
+
+
+@given(ids=st.lists(st.integers(0, 49151) | st.sampled_from([0, 1, 2, *range(120, 260)]), max_size=30))
+def test_pushed_text_is_the_text_of_all_ids(ids: list[int]) -> None:
+    """One-shot decoding by the tokenizers library is the oracle, at every step: no more than a character is held."""
+    oracle = smollm2()._backend
+    assert "".join(pushed(smollm2(), ids)) == smollm2().decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+    decoder, text = IncrementalDecoder(smollm2()), ""
+    for end, id in enumerate(ids, 1):
+        text += decoder.push(id)
+        whole = oracle.decode(ids[:end], skip_special_tokens=True)
+        assert whole in (text, f"{text}\ufffd")
+
+
+@given(data=st.binary(max_size=12))
+def test_any_bytes_are_decoded_as_python_does(data: bytes) -> None:
+    tokenizer = tagged()
+    by_byte = {tokenizer.token_bytes(id): id for id in range(256)}
+    ids = [by_byte[bytes([byte])] for byte in data]
+    assert "".join(pushed(tokenizer, ids)) == tokenizer.decode(ids) == data.decode(errors="replace")
+
+
+def test_characters_come_whole_and_bad_bytes_at_once() -> None:
+    tokenizer = tagged()
+    by_byte = {tokenizer.token_bytes(id): id for id in range(256)}
+
+    def push(data: bytes) -> list[str]:
+        return pushed(tokenizer, [by_byte[bytes([byte])] for byte in data])
+
+    assert push("é한".encode()) == ["", "é", "", "", "한", ""]
+    assert [text for text in push(FAMILY.encode()) if text] == list(FAMILY)
+    assert push(b"\xffa") == ["\ufffd", "a", ""]
+    assert push(b"\xf0\x9fa") == ["", "", "\ufffda", ""]
+    assert push(b"\xc0\xaf") == ["\ufffd", "\ufffd", ""]
+    assert push("👍".encode()[:3]) == ["", "", "", "\ufffd"]
+
+
+def test_special_tokens_print_nothing_and_tags_do() -> None:
+    tokenizer = tagged()
+    ids = tokenizer.encode("a<think>b</think>c<|im_end|>")
+    assert "".join(pushed(tokenizer, ids)) == "a<think>b</think>c"
+    euro = tokenizer.encode("€")
+    assert "".join(pushed(tokenizer, [euro[0], tokenizer.control_tokens["<|im_end|>"], *euro[1:]])) == "€"
+
+
+def test_the_first_space_of_sentencepiece_is_dropped() -> None:
+    made = tokenizers.Tokenizer(models.BPE({"▁": 0, "a": 1, "▁a": 2, "<0xE2>": 3, "<0x82>": 4, "<0xAC>": 5}, []))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = Tokenizer(made)
+    assert pushed(tokenizer, [2, 2, 3, 4, 5]) == ["a", " a", "", "", "€", ""]
+    assert pushed(tokenizer, [3, 4, 5, 2]) == ["", "", "€", " a", ""]
+    for ids in ([2, 2, 3, 4, 5], [0, 0, 1], [3, 1], [3, 4, 5, 0], []):
+        assert "".join(pushed(tokenizer, ids)) == tokenizer.decode(ids)
+    assert tokenizer.decode([2, 2, 0]) == made.decode([2, 2, 0])
