@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +268,7 @@ def test_a_sample_without_a_result_is_an_error_and_a_cancelled_one_is_missing(tm
 
 # -- resuming -----------------------------------------------------------------------------------------------------
 
-ROWS = [{"prompt": f"p{at}", "id": f"row {at}", "params": {"n": 1 + at % 3}} for at in range(6)]
+ROWS: list[dict[str, Any]] = [{"prompt": f"p{at}", "id": f"row {at}", "params": {"n": 1 + at % 3}} for at in range(6)]
 
 
 class Stop(Exception):
@@ -408,8 +408,8 @@ def test_rows_may_be_added_not_changed_or_taken_away(tmp_path):
         run(write_rows(source, *ROWS[:3]), output)
     with pytest.raises(RingkvError, match="row 'row 1' has changed"):
         run(write_rows(source, ROWS[0], {**ROWS[1], "prompt": "other"}, ROWS[2], {"prompt": "new"}), output)
-    reordered = [dict(reversed(row.items())) for row in (*ROWS[:3], {"prompt": "new"})]
-    run(write_rows(source, *reordered), output)
+    reordered: list[dict[str, Any]] = [*ROWS[:3], {"prompt": "new"}]
+    run(write_rows(source, *(dict(reversed(row.items())) for row in reordered)), output)
 
 
 @pytest.mark.parametrize(
@@ -492,9 +492,16 @@ def test_a_retry_without_flock(tmp_path, monkeypatch):
 
 def test_every_line_is_synced_before_the_next(tmp_path, monkeypatch):
     calls: list[str] = []
-    write, sync = os.write, os.fsync
-    monkeypatch.setattr(os, "write", lambda fd, data: (calls.append("write"), write(fd, data))[1])
-    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("sync"), sync(fd))[1])
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any) -> Any:
+            calls.append(name)
+            return call(*arguments)
+
+        return noting
+
+    monkeypatch.setattr(os, "write", noted("write", os.write))
+    monkeypatch.setattr(os, "fsync", noted("sync", os.fsync))
     with Job(write_rows(tmp_path / "in.jsonl", *ROWS), tmp_path / "out.jsonl", PARAMS, SETTINGS) as job:
         calls.clear()
         job.run(FakeEngine().iterate, lambda _: calls.append("told"))
@@ -513,7 +520,8 @@ def test_a_full_disk_ends_the_run_with_one_line_and_loses_nothing(tmp_path, monk
     # J6
     source, output = write_rows(tmp_path / "in.jsonl", *ROWS), tmp_path / "out.jsonl"
     run(source, tmp_path / "whole.jsonl")
-    real, written = getattr(os, failing), []
+    real = getattr(os, failing)
+    written: list[int] = []
 
     def full(fd: int, *data: Any) -> Any:
         if os.path.samestat(os.fstat(fd), output.stat()):
