@@ -340,8 +340,8 @@ def test_dtype_is_that_of_the_matrices(kind: gguf.GGMLQuantizationType, tmp_path
 
 
 def test_ending_tokens(tmp_path: Path) -> None:
-    ids = {"eos": 3, "eot": 1, "eom": 3}
-    path = tiny(tmp_path / "t.gguf", **{f"tokenizer.ggml.{name}_token_id": id for name, id in ids.items()})
+    ids: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": id for name, id in (("eos", 3), ("eot", 1), ("eom", 3))}
+    path = tiny(tmp_path / "t.gguf", **ids)
     assert GGUFCheckpoint(path).config["eos_token_id"] == [3, 1]
     assert GGUFCheckpoint(path).tokenizer() is None
 
@@ -396,7 +396,7 @@ def test_metadata_that_is_not_understood(case: str, tmp_path: Path) -> None:
     ],
 )
 def test_experts_that_are_routed_otherwise(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    experts = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 6}
+    experts: dict[str, Any] = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 6}
     assert GGUFCheckpoint(tiny(tmp_path / "t.gguf", "qwen3moe", **experts)).config["num_experts"] == 4
     with pytest.raises(RingkvError, match=message):
         GGUFCheckpoint(tiny(tmp_path / "t.gguf", "qwen3moe", **{**experts, **changes}))
@@ -459,8 +459,8 @@ def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
 
 def test_damaged_headers_open_or_are_refused_at_once(tmp_path: Path) -> None:
     """Bytes of the header replaced at random: numbers, lengths, counts, types, names."""
-    texts = {"tokenizer.ggml.tokens": ["a", "b"], "general.tags": ["x"], "tokenizer.ggml.scores": [0.5, 1.5]}
-    whole = tiny(tmp_path / "t.gguf", tensors={"extra.weight": np.ones((3, 8), np.float32)}, **texts).read_bytes()
+    lists: dict[str, Any] = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.scores": [0.5, 1.5]}
+    whole = tiny(tmp_path / "t.gguf", tensors={"extra.weight": np.ones((3, 8), np.float32)}, **lists).read_bytes()
     header = len(whole) - 3 * 8 * 4 - 5 * 8 * 4 - 64
     draw = random.Random(0)
     path, opened, slowest = tmp_path / "damaged.gguf", 0, 0.0
