@@ -203,7 +203,7 @@ def test_state_of_ones_own():
     assert looks(1) == [3] + [3] * 5 + [2] * 4 + [1] * 2 + [0]
     assert ring.state.lanes["total"][:, 1].tolist() == [[80.0, 4.0]] * 3
     assert ring.state.lanes["total"][:, 0].tolist() == [[10.0, 0.5]] * 3
-    ring.copy_lane(1, 0)
+    ring.copy_lane(1, 0, sample=0)
     assert looks(0) == looks(1)
     assert ring.unobserved[:, 0].tolist() == [1] * 3
     ring.reset(1, seed=0)
