@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from common import finish, note, table, timed
 from torch import Tensor
 
 from ringkv import Engine, Policy, RingConfig, SamplingParams, register_policy
+from ringkv.bench.common import finish, note, table, timed
 from ringkv.engine.live import Live
 from ringkv.engine.policies import H2O, POLICIES, as_policy
+from ringkv.kernels.pairs import Pairs
 
 HERE = Path(__file__).parent
 WINDOW, SEEDS = 32, 4
@@ -75,7 +76,7 @@ def select(live: Live, rows: list[int]) -> Live:
     return dataclasses.replace(
         live,
         **{name: getattr(live, name)[rows] for name in per_pair},
-        pairs=[live.pairs[row] for row in rows],
+        pairs=Pairs((live.pairs[row] for row in rows), live.slot.device),
         state={name: tensor[rows] for name, tensor in live.state.items()},
     )
 
@@ -206,8 +207,8 @@ def retention(model: str, thresholds: tuple[float, ...]) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     for spec in ("all", *(f"refreekv:threshold={threshold}" for threshold in thresholds)):
         ring = RingConfig(512, 8, "streaming", spec)
-        with Engine.from_pretrained(model, ring=ring) as engine, timed(spec):
-            each = [continuation(engine, prompt["prompt"], prompt["continuation"]) for prompt in prompts]
+        with Engine.from_pretrained(model, ring=ring, lanes=len(prompts)) as engine, timed(spec):
+            each = continuations(engine, prompts)
         shares = torch.tensor([share for share, _ in each])  # [12, L]
         kinds: dict[str, list[float]] = {}
         for prompt, (_, loss) in zip(prompts, each, strict=True):
@@ -236,19 +237,26 @@ def retention(model: str, thresholds: tuple[float, ...]) -> dict[str, Any]:
     return {"prompts": len(prompts), "rows": rows}
 
 
-def continuation(engine: Engine, prompt: str, rest: str) -> tuple[list[float], float]:
+def continuations(engine: Engine, prompts: list[dict[str, str]]) -> list[tuple[list[float], float]]:
     """What each layer keeps of a prompt that is read at once, as shares, and the NLL of what follows, fed singly."""
-    ids, following = tokenize(engine, prompt), tokenize(engine, rest)
     ring, runner = engine.ring, engine._runner
-    ring.reset(0, seed=0)
-    logits = runner.prefill(0, ids)
-    shares = [count / len(ids) for count in ring.counts[:, 0].tolist()]
-    losses = []
-    for token in following:
-        losses.append(float(-logits[0].log_softmax(-1)[token]))
-        logits = runner.forward(torch.tensor([token]))
-    ring.stop(0)
-    return shares, statistics.fmean(losses)
+    following = [tokenize(engine, prompt["continuation"]) for prompt in prompts]
+    shares, logits = [], []
+    for lane, prompt in enumerate(prompts):
+        ids = tokenize(engine, prompt["prompt"])
+        ring.reset(lane, seed=0)
+        logits.append(runner.prefill(lane, ids)[0])
+        shares.append([count / len(ids) for count in ring.counts[:, lane].tolist()])
+    losses: list[list[float]] = [[] for _ in prompts]
+    for step in range(max(map(len, following))):
+        tokens = [ids[step] if step < len(ids) else 0 for ids in following]
+        for lane in list(ring.running):
+            losses[lane].append(float(-logits[lane].log_softmax(-1)[tokens[lane]]))
+            if step + 1 == len(following[lane]):
+                ring.stop(lane)
+        if ring.running:
+            logits = list(runner.forward(torch.tensor(tokens)))
+    return [(share, statistics.fmean(loss)) for share, loss in zip(shares, losses, strict=True)]
 
 
 def tokenize(engine: Engine, text: str) -> list[int]:

@@ -11,6 +11,7 @@ from ringkv import RingConfig
 from ringkv.engine.live import Live
 from ringkv.engine.policies import POLICIES
 from ringkv.engine.ring import Ring
+from ringkv.kernels.pairs import Pairs
 from rings import fill
 from tiny import tiny_config
 
@@ -96,7 +97,7 @@ def live_of(q: Tensor, k: Tensor, last: int, window: int = 8, scratch: int = 10_
         v=k[None, None],
         queries=q[None, None],
         last=torch.tensor([last]),
-        pairs=[(0, 0)],
+        pairs=Pairs([(0, 0)], torch.device("cpu")),
         layer=one,
         seed=one,
         sample=one,
