@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
+import math
 import os
 import signal
 import sys
@@ -29,6 +32,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "thinking")
+SAMPLING_FIELDS += ("max_thinking_tokens", "on_repetition")
 RING, SAMPLING, MACHINE, OUTPUT = "Ring", "Sampling", "Model and machine", "Output"
 
 
@@ -74,16 +79,16 @@ class Options:
     on_repetition: Annotated[str | None, _option("stop, close_thought or ignore (stop).", SAMPLING)] = None
 
     system: Annotated[str | None, _option("A system message.", SAMPLING)] = None
-    raw: Annotated[bool, _option("Take the prompt as it is, without the chat template.", SAMPLING)] = False
-    stats: Annotated[bool, _option("Print the whole table of figures on stderr.", OUTPUT)] = False
+    raw: Annotated[bool, _option("Take the prompt as it is, without the chat template.", SAMPLING, "--raw")] = False
+    stats: Annotated[bool, _option("Print the whole table of figures on stderr.", OUTPUT, "--stats")] = False
     quiet: Annotated[bool, _option("No summary on stderr.", OUTPUT, "-q", "--quiet")] = False
-    debug: Annotated[bool, _option("Tracebacks and log lines.", OUTPUT)] = False
+    debug: Annotated[bool, _option("Tracebacks and log lines.", OUTPUT, "--debug")] = False
 
     def given(self, *names: str) -> dict[str, Any]:
         """The named options that were given."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def engine(self, lanes: int = 1) -> Engine:
+    def engine(self, lanes: int) -> Engine:
         """Load what these options name."""
         from ringkv.engine.config import RingConfig
         from ringkv.engine.engine import Engine
@@ -96,9 +101,7 @@ class Options:
         """The sampling options as the engine takes them."""
         from ringkv.engine.config import SamplingParams
 
-        given = self.given("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "thinking")
-        given |= self.given("max_thinking_tokens", "on_repetition")
-        return SamplingParams(**given, **more)
+        return SamplingParams(**self.given("seed", *SAMPLING_FIELDS), **more)
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -135,10 +138,12 @@ def reporting(debug: bool) -> Iterator[None]:
         import logging
 
         logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
         sys.stdout.flush()
+    except typer.Exit:  # a RuntimeError
+        raise
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
@@ -151,6 +156,8 @@ def reporting(debug: bool) -> Iterator[None]:
         text = " ".join(str(error).split()) or type(error).__name__
         typer.echo(f"ringkv: {text}", err=True)
         raise typer.Exit(2 if isinstance(error, RingkvError) else 1) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -182,28 +189,99 @@ def generate(
     options: Options,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)] = None,
     prompt_file: Annotated[Path | None, _option("Read the prompt from a file.", OUTPUT)] = None,
+    input: Annotated[str | None, _option("A file of prompts, one JSON object a line; - is stdin.", OUTPUT)] = None,
+    output: Annotated[str | None, _option("Where its results go, a line each; - is stdout.", OUTPUT)] = None,
+    retry_errors: Annotated[
+        bool, _option("With --input: generate failed rows again.", OUTPUT, "--retry-errors")
+    ] = False,
+    n: Annotated[int, _option("Samples of each prompt (1).", SAMPLING, "-n")] = 1,
+    lanes: Annotated[int | None, _option("Sequences that run at once (1; for a file of prompts 4).", MACHINE)] = None,
     json: Annotated[bool, _option("Print the completion as JSON.", OUTPUT, "--json")] = False,
 ) -> None:
-    """Generate from one prompt, streaming the text to stdout."""
-    text = _prompt(prompt, prompt_file)
-    messages: Any = text
+    """Generate from one prompt, streaming the text to stdout, or from a file of prompts."""
+    params = options.params(n=n)
+    if input is not None or output is not None:
+        if input is None or output is None or prompt is not None or prompt_file is not None:
+            raise RingkvError("--input and --output: both are needed for a file of prompts, and no other prompt")
+        _run_file(options, params, input, output, retry_errors, lanes or 4)
+        return
+    messages: Any = _prompt(prompt, prompt_file)
     if options.system is not None:
-        if options.raw:
-            raise RingkvError("--system: it needs the chat template, which --raw leaves out")
-        messages = [{"role": "system", "content": options.system}, {"role": "user", "content": text}]
-    params = options.params()
-    with options.engine() as engine, interrupt_cancels(engine) as interrupted:
-        for event in engine.stream(messages, params, raw=options.raw):
-            if not json and event.channel == "answer":
-                typer.echo(event.text, nl=False)
-                sys.stdout.flush()
-        done = event.completion
-    assert done is not None
-    _finish(done, options, json)
+        messages = [{"role": "system", "content": options.system}, {"role": "user", "content": messages}]
+    with options.engine(lanes or 1) as engine, interrupt_cancels(engine) as interrupted:
+        if n > 1:
+            results = engine.generate(messages, params, raw=options.raw)
+        else:
+            for event in engine.stream(messages, params, raw=options.raw):
+                if not json and event.channel == "answer":
+                    typer.echo(event.text, nl=False)
+                    sys.stdout.flush()
+            results = [event.completion]
+    for done in results:
+        _finish(done, options, json, shown=n == 1)
     if interrupted:
         raise typer.Exit(130)
-    if done.finish_reason == "error":
+    if any(done.finish_reason == "error" for done in results):
         raise typer.Exit(1)
+
+
+def _run_file(
+    options: Options, params: SamplingParams, input: str, output: str, retry_errors: bool, lanes: int
+) -> None:
+    """Generate from a file of prompts; the exit code says whether rows failed, or what ended the run."""
+    from ringkv.console import job_progress, job_summary
+    from ringkv.engine.jobs import Job
+
+    if options.system is not None:
+        raise RingkvError("--system: it goes with one prompt; in a file of prompts give rows with messages")
+    settings = dataclasses.asdict(options) | {"lanes": lanes}
+    for name in ("seed", "stats", "quiet", "debug", "threads", *SAMPLING_FIELDS):
+        settings.pop(name, None)
+    with Job(input, output, params, settings, retry_errors=retry_errors) as job:
+        if not job.missing:
+            typer.echo(job_summary(job.status, output), err=True)
+            raise typer.Exit(1 if job.status.failed else 0)
+        with options.engine(lanes) as engine, job_progress(job.status, options.quiet) as on_result:
+            status = job.run(functools.partial(engine.iterate, raw=options.raw), on_result)
+    if not options.quiet or status.interrupted or status.problem:
+        typer.echo(job_summary(status, output), err=True)
+    if status.interrupted:
+        raise typer.Exit(130)
+    if status.failed or status.problem:
+        raise typer.Exit(1)
+
+
+@app.command()
+@with_options
+def score(
+    options: Options,
+    file: Annotated[str, typer.Argument(help="A text file; - is stdin.")],
+    json: Annotated[bool, _option("Print a JSON object.", OUTPUT, "--json")] = False,
+) -> None:
+    """Log-likelihood of a text under the ring: fed token by token, evicting as generation does."""
+    text = _prompt("-", None) if file == "-" else _prompt(None, Path(file))
+    with options.engine(1) as engine:
+        ids = engine.encode(text)
+        scores = engine.score(ids, None if options.seed is None else [options.seed])
+        scores = scores.flatten()
+        total, count = float(scores.double().sum()), len(scores)
+        rows = {
+            "tokens": len(ids),
+            "log_likelihood": total,
+            "nll_per_token": -total / count,
+            "perplexity": math.exp(min(700.0, -total / count)),
+            "model": engine.name,
+            "ring": {"budget": engine.ring.config.budget, "window": engine.ring.config.window},
+            "policy": engine.ring.policy.name,
+        }
+    if json:
+        import json as encoder
+
+        typer.echo(encoder.dumps(rows))
+    else:
+        typer.echo(
+            f"{rows['nll_per_token']:.4f} nats a token, perplexity {rows['perplexity']:.2f}, {rows['tokens']} tokens"
+        )
 
 
 @app.command()
@@ -213,7 +291,7 @@ def chat(options: Options) -> None:
     from ringkv.console import run_chat
 
     params = options.params()
-    with options.engine() as engine:
+    with options.engine(1) as engine:
         run_chat(engine, params, options.system, options.stats, lambda: interrupt_cancels(engine))
 
 
@@ -268,14 +346,14 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         raise RingkvError(f"prompt from stdin: it is not UTF-8 ({error})") from None
 
 
-def _finish(done: Completion, options: Options, json: bool) -> None:
-    """What follows the text: the JSON, or a newline; then the summary or the table on stderr."""
+def _finish(done: Completion, options: Options, json: bool, shown: bool) -> None:
+    """The JSON, or what is not shown of the text; then the summary or the table on stderr."""
     if json:
         import json as encoder
 
         typer.echo(encoder.dumps(done.to_dict(), ensure_ascii=False))
     else:
-        typer.echo("")
+        typer.echo("" if shown else done.text)
     from ringkv.console import print_stats, summary
 
     if options.stats:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ringkv.engine.completion import Completion
 from ringkv.engine.config import SamplingParams
 from ringkv.engine.engine import Engine
+from ringkv.engine.jobs import Status
 
 
 def summary(done: Completion) -> str:
@@ -43,7 +46,8 @@ def print_stats(done: Completion) -> None:
         "ended": _ended(done),
         "tokens": f"{done.prompt_tokens} prompt, {done.completion_tokens} new "
         f"({done.thinking_tokens} thinking, {done.answer_tokens} answer)",
-        "speed": f"{timing['tokens_per_s']:.1f} tok/s; prefill {timing['prefill_s']:.2f} s, decode {timing['decode_s']:.2f} s",
+        "speed": f"{timing['tokens_per_s']:.1f} tok/s; prefill {timing['prefill_s']:.2f} s, "
+        f"decode {timing['decode_s']:.2f} s",
         "ring": f"budget {ring['budget']} + window {ring['window']} = {ring['capacity']} slots a KV head, "
         f"{ring['bytes'] / 2**20:.1f} MiB",
         "policy": " ".join([ring["policy"], *(f"{name}={value}" for name, value in ring["params"].items())]),
@@ -65,11 +69,49 @@ def print_stats(done: Completion) -> None:
     Console(stderr=True, highlight=False, markup=False).print(table)
 
 
+@contextmanager
+def job_progress(status: Status, quiet: bool) -> Iterator[Callable[[Status], None] | None]:
+    """A progress bar on stderr for a file of prompts; nothing where stderr is no terminal.
+
+    Yields:
+        What to call after each result, or None.
+    """
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.completed}/{task.total} results"), BarColumn(), TextColumn("{task.fields[figures]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("", total=status.wanted, completed=status.done, figures="")
+        started = time.monotonic()
+
+        def on_result(now: Status) -> None:
+            speed = now.tokens / max(1e-9, time.monotonic() - started)
+            failed = f", {now.failed} failed" if now.failed else ""
+            figures = f"{speed:.1f} tok/s, {now.evictions} evictions{failed}"
+            progress.update(task, completed=now.done, figures=figures)
+
+        yield on_result
+
+
+def job_summary(status: Status, output: str) -> str:
+    """One line: what is done, what failed, and how to go on."""
+    line = f"[{status.done} of {status.wanted} results of {status.rows} rows, {status.failed} failed, "
+    line += f"{status.tokens} tokens and {status.evictions} evictions in this run]"
+    if status.problem:
+        line += f"\nringkv: {status.problem}"
+    elif status.interrupted:
+        line += f"\ninterrupted; the same command goes on from there ({output})"
+    elif status.failed:
+        line += "\n--retry-errors generates the failed ones again"
+    return line
+
+
 def print_policies(rows: list[dict[str, Any]]) -> None:
     """The table of policies on stdout."""
     table = Table("policy", "fields", "keeps", "source", box=None, pad_edge=False)
     for row in rows:
-        fields = ", ".join(f"{name}={default}" for name, default in row["fields"].items())
+        fields = ", ".join(f"{name}={default}" for name, default in row["params"].items())
         table.add_row(row["name"], fields or "-", row["keeps"], row["source"])
     Console(highlight=False, markup=False).print(table)
 

@@ -194,6 +194,10 @@ class Engine:
         """End the request with this index of the call that runs; its completion says "cancelled"."""
         self._cancelled.add(index)
 
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain text, as raw mode reads it: control tokens parsed, BOS once where the model has it."""
+        return self.prompts.encode_raw(text)
+
     def score(self, ids: Sequence[int], seeds: Sequence[int] | None = None) -> Tensor:
         """Log-probability of each token after the first, under the ring: fed singly, evicting as decode does.
 

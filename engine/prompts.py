@@ -72,7 +72,7 @@ class Prompts:
         messages: list[Message] | None = None
         if isinstance(prompt, str):
             if raw:
-                ids = self._need_tokenizer().encode(prompt, bos=True)
+                ids = self.encode_raw(prompt)
             else:
                 messages = [{"role": "user", "content": prompt}]
         elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -106,6 +106,10 @@ class Prompts:
             messages = [_without_thought(message, self.tags) for message in messages]
         wanted = thinking if isinstance(thinking, bool) else None
         return encode_messages(self._need_tokenizer(), self.template, messages, thinking=wanted)
+
+    def encode_raw(self, text: str) -> list[int]:
+        """Token ids of a text as it stands."""
+        return self._need_tokenizer().encode(text, bos=True)
 
     def decoder(self) -> IncrementalDecoder | None:
         """A fresh decoder of output tokens; None without a tokenizer."""

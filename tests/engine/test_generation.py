@@ -18,7 +18,7 @@ A, B = byte_tokenizer().encode("AB")
 
 @pytest.fixture(params=[0, 1], ids=["in step", "one behind"])
 def say(request):
-    """(text of the model, params, template) -> completion; checks that the stream is the text, and cuts no stop string."""
+    """(text of the model, params, template) -> completion; checks that the stream joins to it."""
 
     def run(text, params=None, *, template=TEMPLATE, special_tags=False, prompt="Hi"):
         tokenizer = byte_tokenizer(template, special_tags=special_tags)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import tokenizers
 import torch
-from tiny import tiny_config, tiny_decoder, tiny_weights
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from ringkv import Engine, RingConfig
 from ringkv.models.tokenizer import Tokenizer
+from tiny import tiny_config, tiny_decoder, tiny_weights
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

@@ -1,0 +1,295 @@
+"""The command line as a person or a script uses it: its output, its errors, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ringkv.cli import app
+
+TINY = ["--budget", "24", "--window", "4", "--threads", "1"]
+
+
+def run(*arguments, input=None, cwd=None, env=None):
+    """The console script in a process of its own."""
+    script = Path(sys.executable).with_name("ringkv")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "100", **(env or {})}
+    data = input.encode() if isinstance(input, str) else input
+    done = subprocess.run(
+        [script, *map(str, arguments)], input=data or b"", capture_output=True, cwd=cwd, env=environment
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_checkpoint, tmp_path_factory):
+    """A tiny checkpoint with a byte-level tokenizer and a chat template."""
+    from scripted import TEMPLATE, byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    tokenizer = byte_tokenizer()
+    source = tiny_checkpoint("qwen3", vocab_size=tokenizer.size + 3, eos_token_id=tokenizer.eos_ids[0])
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE}))
+    return folder
+
+
+def test_generate_streams_text_to_stdout_and_a_summary_to_stderr(tiny):
+    code, out, err = run("generate", "Hi", "-m", tiny, *TINY, "--max-tokens", 60, "--seed", 1)
+    assert code == 0
+    assert out.endswith("\n")
+    assert err.count("\n") == 1 + err.count("warning: ")
+    assert "60 new tokens" in err
+    assert "ring 28/28 slots" in err
+    assert "seed 1]" in err
+    again = run("generate", "-", "-m", tiny, *TINY, "--max-tokens", 60, "--seed", 1, "--quiet", input="Hi")
+    assert again == (0, out, "")
+
+
+def test_json_is_the_completion(tiny, tmp_path):
+    (tmp_path / "prompt.txt").write_text("Hi")
+    code, out, _ = run(
+        "generate", "--prompt-file", tmp_path / "prompt.txt", "-m", tiny, *TINY, "--max-tokens", 40, "--json"
+    )
+    done = json.loads(out)
+    assert code == 0
+    assert done["completion_tokens"] == len(done["token_ids"]) == 40
+    assert done["ring"]["capacity"] == 28
+    assert done["ring"]["policy"] == "vase-attnv"
+    names = {"text", "thinking", "token_ids", "prompt_tokens", "completion_tokens", "thinking_tokens", "answer_tokens"}
+    names |= {"finish_reason", "stop_reason", "repetition", "sampling", "logprobs", "warnings", "error", "timing"}
+    assert set(done) == names | {"sample", "model", "dtype", "backend", "ring"}
+
+
+def test_several_samples_are_lines_of_json(tiny):
+    code, out, _ = run(
+        "generate", "Hi", "-m", tiny, *TINY, "--max-tokens", 9, "--json", "-n", 3, "--lanes", 2, "--seed", 5
+    )
+    results = [json.loads(line) for line in out.splitlines()]
+    assert (code, [one["sample"] for one in results]) == (0, [0, 1, 2])
+    assert len({tuple(one["token_ids"]) for one in results}) == 3
+
+
+def test_stats_is_the_whole_table(tiny):
+    _, _, err = run("generate", "Hi", "-m", tiny, *TINY, "--max-tokens", 60, "--stats", "--temperature", 0)
+    for part in (
+        "budget 24 + window 4 = 28 slots",
+        "evictions",
+        "temperature 0.0 (user)",
+        "refreekv:threshold=0.01",
+        "seed",
+    ):
+        assert part in err
+    _, _, short = run("generate", "Hi", "-m", tiny, "--max-tokens", 3)
+    assert "0 evictions" in short
+
+
+@pytest.mark.parametrize(
+    "arguments, field",
+    [
+        (["--budget", "0"], "budget = 0"),
+        (["--budget", "8", "--window", "8"], "window (8)"),
+        (["--policy", "lru"], "policy = 'lru'"),
+        (["--policy", "vase-attnv:x=1"], "vase-attnv"),
+        (["--retention", "none"], "retention = 'none'"),
+        (["--temperature", "-1"], "temperature = -1.0"),
+        (["--stop", ""], "stop = "),
+        (["--dtype", "int8"], "dtype = 'int8'"),
+        (["--device", "tpu"], "device = 'tpu'"),
+        (["--backend", "jax"], "backend = 'jax'"),
+        (["-m", "no/such"], "no/such"),
+        (["-m", "./nowhere"], "nowhere"),
+        (["--input", "x.jsonl"], "--input and --output"),
+        (["--prompt-file", "nowhere.txt"], "prompt"),
+        (["--max-thinking-tokens", "-1"], "max_thinking_tokens = -1"),
+    ],
+)
+def test_bad_options_are_one_line_and_exit_code_2(tiny, arguments, field):
+    model = [] if "-m" in arguments else ["-m", str(tiny)]
+    done = CliRunner().invoke(app, ["generate", "Hi", *model, *arguments])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert field in done.stderr
+    assert done.stderr.startswith("ringkv: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(tiny):
+    assert "Traceback" in run("generate", "Hi", "-m", tiny, "--budget", 0, "--debug")[2]
+
+
+def test_no_prompt_and_two_prompts_are_refused(tiny):
+    def refused(*arguments, input=None):
+        done = CliRunner().invoke(app, ["generate", "-m", str(tiny), *arguments], input=input)
+        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        return done.stderr
+
+    assert "prompt: give one" in refused()
+    assert "prompt: give one" in refused("Hi", "--prompt-file", "x")
+    assert "not UTF-8" in refused("-", input=b"\xff\xfe")
+    assert "it is empty" in refused("", "--raw")
+
+
+def test_a_file_of_prompts(tiny, tmp_path):
+    rows = [{"prompt": "Hi"}, {"id": "b", "prompt": "Yo", "text": "mine", "params": {"max_tokens": 5}}, {"prompt": 3}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [
+        "generate",
+        "--input",
+        "in.jsonl",
+        "--output",
+        "out.jsonl",
+        "-m",
+        tiny,
+        *TINY,
+        "--max-tokens",
+        30,
+        "--seed",
+        3,
+    ]
+    code, out, err = run(*command, cwd=tmp_path)
+    results = {row["id"]: row for row in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert (code, out) == (1, "")
+    assert "1 failed" in err
+    assert results["1"]["ringkv"]["completion_tokens"] == 30
+    assert results["b"]["text"] == "mine"
+    assert results["b"]["ringkv"]["completion_tokens"] == 5
+    assert "prompt" in results["3"]["ringkv"]["error"]["message"]
+    before = (tmp_path / "out.jsonl").read_bytes()
+    assert run(*command, cwd=tmp_path)[0] == 1
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    code, _, err = run(*command, "--budget", 25, cwd=tmp_path)
+    assert (code, "budget" in err) == (2, True)
+    code, out, _ = run(
+        "generate", "--input", "-", "--output", "-", "-m", tiny, *TINY, "--max-tokens", 3, input='{"prompt":"a"}\n'
+    )
+    assert code == 0
+    assert json.loads(out)["ringkv"]["completion_tokens"] == 3
+
+
+def test_score(tiny, tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 3)
+    code, out, _ = run("score", tmp_path / "text.txt", "-m", tiny, *TINY, "--json")
+    scored = json.loads(out)
+    assert code == 0
+    assert scored["tokens"] == 135
+    assert scored["log_likelihood"] == pytest.approx(-scored["nll_per_token"] * 134)
+    code, full, _ = run("score", tmp_path / "text.txt", "-m", tiny, "--budget", 200, "--policy", "full", "--json")
+    assert json.loads(full)["nll_per_token"] != scored["nll_per_token"]
+    assert run("score", tmp_path / "none.txt", "-m", tiny)[0] == 2
+
+
+def test_policies():
+    code, out, _ = run("policies", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 0
+    assert set(rows) == {
+        "full",
+        "streaming",
+        "random",
+        "value-range",
+        "tova",
+        "h2o",
+        "snapkv",
+        "rkv",
+        "curdkv",
+        "vase-attnv",
+        "vase-dkv",
+    }
+    assert rows["rkv"]["params"] == {"lam": 0.1, "kernel": 7, "threshold": 0.5}
+    assert "2606.03928" in rows["vase-attnv"]["source"]
+    _, table, _ = run("policies")
+    assert all(name in table for name in rows)
+
+
+def test_chat_in_a_pipe(tiny):
+    turns = "Hi\n/nosuch thing\n/reset\nHi\n/help\n/quit\nnever\n"
+    code, out, err = run("chat", "-m", tiny, *TINY, "--max-tokens", 20, "--temperature", 0, input=turns)
+    assert code == 0
+    assert "\x1b" not in out
+    assert "/nosuch is no command" in out + err
+    answer = json.loads(run("generate", "Hi", "-m", tiny, *TINY, "--max-tokens", 20, "--temperature", 0, "--json")[1])[
+        "text"
+    ]
+    assert out.count(answer) == 2, "after /reset the same turn gives the same answer"
+
+
+def start(*arguments):
+    script = Path(sys.executable).with_name("ringkv")
+    return subprocess.Popen([script, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_answer_with_130(tiny, number):
+    process = start(
+        "generate",
+        "Hi",
+        "-m",
+        tiny,
+        *TINY,
+        "--on-repetition",
+        "ignore",
+        "--max-tokens",
+        10**6,
+        "--temperature",
+        0,
+        "--stop",
+        "\x01never",
+    )
+    assert process.stdout.read(1)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert b"interrupted" in err
+    assert b"Traceback" not in err
+
+
+def test_a_reader_that_leaves_ends_it_quietly(tiny):
+    process = start(
+        "generate",
+        "Hi",
+        "-m",
+        tiny,
+        *TINY,
+        "--on-repetition",
+        "ignore",
+        "--max-tokens",
+        10**6,
+        "--temperature",
+        0,
+        "--stop",
+        "\x01never",
+    )
+    assert process.stdout.read(1)
+    process.stdout.close()
+    began = time.monotonic()
+    assert process.wait(timeout=60) == 0
+    assert time.monotonic() - began < 60
+    assert process.stderr.read() == b""
+
+
+def test_help_and_version():
+    for command in ([], ["generate"], ["chat"], ["score"], ["policies"]):
+        code, out, _ = run(*command, "--help")
+        assert code == 0
+        assert "Usage" in out
+    from ringkv import __version__
+
+    assert run("--version")[1] == f"ringkv {__version__}\n"
+
+
+def test_help_imports_nothing_heavy():
+    heavy = "{'torch', 'rich.progress', 'jinja2', 'triton'}"
+    code = f"import sys; from ringkv import cli; sys.exit(sorted({heavy} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd="/")
+    assert done.returncode == 0, done.stderr
