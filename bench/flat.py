@@ -15,8 +15,8 @@ import time
 import psutil
 import torch
 
-from common import finish
 from ringkv import Engine, RingConfig, SamplingParams
+from ringkv.bench.common import finish
 from ringkv.models.config import ModelConfig, RopeConfig
 from ringkv.models.decoder import Decoder
 
