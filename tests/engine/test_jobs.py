@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import random
@@ -111,6 +112,14 @@ def tokens(output: Path) -> dict[tuple[str, int], list[int]]:
     return dict(found)
 
 
+def tokens_without_errors(output: Path) -> dict[tuple[str, int], list[int]]:
+    return {
+        (str(line["id"]), line["ringkv"]["sample"]): line["ringkv"]["token_ids"]
+        for line in lines(output)
+        if line["ringkv"].get("error") is None
+    }
+
+
 # -- rows ---------------------------------------------------------------------------------------------------------
 
 
@@ -145,9 +154,16 @@ def test_row_seeds():
     assert len({row_seed(seed, key) for seed in (0, 1, 12) for key in ("1", "2", "a", "3,4")}) == 12
 
 
+def test_a_row_may_set_its_seed(tmp_path):
+    rows = [{"prompt": "a", "params": {"seed": 5}}, {"prompt": "b", "params": {"seed": None}}]
+    engine = FakeEngine()
+    run(write_rows(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl", engine=engine)
+    assert {prompt: params.seed for prompt, params, _ in engine.asked} == {"a": 5, "b": row_seed(3, "2")}
+
+
 def test_lines_are_told_apart_by_newlines_alone(tmp_path):
     # J5: BOM, CRLF, blank lines counted, and characters that str.splitlines would break at.
-    text = '\ufeff{"prompt": "a\u2028b"}\r\n\r\n  \n{"prompt": "c\x85"}\r\n{"id": "x", "prompt": ""}'
+    text = '\ufeff{"prompt": "a\u2028b"}\r\n\r\n  \n{"prompt":\r"c\x85"}\r\n{"id": "x", "prompt": ""}'
     (tmp_path / "in.jsonl").write_bytes(text.encode())
     rows = read_rows(tmp_path / "in.jsonl")
     assert [(row.line, row.id, row.prompt) for row in rows] == [(1, "1", "a\u2028b"), (4, "4", "c\x85"), (5, "x", "")]
@@ -532,10 +548,15 @@ def test_a_full_disk_ends_the_run_with_one_line_and_loses_nothing(tmp_path, monk
             written.append(1)
         return real(fd, *data)
 
-    engine = FakeEngine()
+    engine, iterators = FakeEngine(), []
+
+    def iterate(*arguments: Any) -> Any:
+        iterators.append(engine.iterate(*arguments))  # so that only close() ends it
+        return iterators[-1]
+
     with Job(source, output, PARAMS, SETTINGS) as job:
         monkeypatch.setattr(os, failing, full)
-        status = job.run(engine.iterate)
+        status = job.run(iterate)
         monkeypatch.undo()
     assert status.problem == (
         "output: No space left on device: 4 results are kept, and the same command goes on from there"
@@ -561,6 +582,43 @@ def test_a_disk_that_is_full_when_errors_are_taken_out_loses_nothing(tmp_path, m
     assert output.read_bytes() == before
     assert run(source, output, retry_errors=True).done == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.ringkv.json"]
+
+
+def test_a_disk_that_is_full_after_errors_were_taken_out(tmp_path, monkeypatch):
+    source, output = write_rows(tmp_path / "in.jsonl", {"prompt": "bad"}, *ROWS), tmp_path / "out.jsonl"
+    run(source, output)
+    before = tokens_without_errors(output)
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with Job(source, output, PARAMS, SETTINGS, retry_errors=True) as job:
+        monkeypatch.setattr(os, "fsync", full)
+        assert job.run(FakeEngine().iterate).problem is not None
+    assert tokens(output) == before
+
+
+def test_a_file_that_is_replaced_while_it_is_locked_is_opened_again(tmp_path, monkeypatch):
+    # Between the opening and the lock another run puts its file in place and ends.
+    source, output = write_rows(tmp_path / "in.jsonl", *ROWS), tmp_path / "out.jsonl"
+    run(source, output)
+    flock = fcntl.flock
+    shutil.copy(output, tmp_path / "new")
+    torn = output.read_bytes()[:-5]
+    output.write_bytes(torn)
+    (tmp_path / "old").hardlink_to(output)
+
+    def late(fd: int, operation: int) -> None:
+        if (tmp_path / "new").exists():
+            os.replace(tmp_path / "new", output)
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    assert run(source, output).done == 12
+    assert (tmp_path / "old").read_bytes() == torn
+    assert len(tokens(output)) == 12
+    with Job(source, output, PARAMS, SETTINGS), output.open() as other, pytest.raises(BlockingIOError):
+        flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_refuses_outputs_that_cannot_be(tmp_path):

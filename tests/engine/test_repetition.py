@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ringkv.engine.repetition
 from ringkv.engine.repetition import Repetition, RepetitionDetector
 from ringkv.errors import RingkvError
 from ringkv.models.weights import open_checkpoint
@@ -110,6 +111,19 @@ def test_a_loop_that_holds_loops_is_reported_when_the_smaller_ends():
     tokens = ([2] + [1] * 512) * 5
     assert reports(tokens) == definition(tokens, 4, 512)
     assert [loop.period for _, loop in reports(tokens)] == [1, 1, 1, 1, 513, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(loopy_texts(), st.sampled_from([1, 5, 30]))
+def test_hashes_that_lie_raise_no_false_alarm(tokens, span):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ringkv.engine.repetition, "_MODULUS", 3)
+        said = reports(tokens, 3, span)
+    for n, loop in said:
+        whole = loop.unit * loop.count
+        assert whole == tokens[n - len(whole) : n]
+        assert loop.count >= 3
+        assert len(whole) >= span
 
 
 # -- L2: texts that repeat something and are no loops -------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ringkv.engine.stops import StopStrings
+from ringkv.engine.stops import StopStrings, partial_match
 from ringkv.errors import RingkvError
 
 
@@ -82,6 +82,11 @@ def test_cuts(pieces, stops, shown, hit):
 def test_nothing_is_held_when_nothing_can_match():
     assert StopStrings(["END"]).push("the E") == ("the ", None)
     assert StopStrings(["END"]).push("the Ex") == ("the Ex", None)
+
+
+def test_a_whole_string_is_no_beginning():
+    assert partial_match("x END", ["END", "much longer"]) == 0
+    assert partial_match("x EN", ["END", "much longer"]) == 2
 
 
 @pytest.mark.parametrize("stops", ["END", [""], ["a", ""], [1], [None]])

@@ -248,6 +248,12 @@ def test_counts_tokens_without_text_and_models_without_tags():
     assert (plain.thinking_tokens, plain.answer_tokens) == (0, 3)
 
 
+def test_tags_of_which_one_is_a_token_are_texts():
+    assert ThoughtTags(open_id=1).ids is None
+    assert ThoughtTags(close_id=2).ids is None
+    assert ThoughtTags(open_id=0, close_id=2).ids == (0, 2)
+
+
 # -- tags, prompts, history ---------------------------------------------------------------------------------------
 
 CONTROL = {"<think>": 1, "</think>": 2, "[THINK]": 3, "[/THINK]": 4, "<|im_end|>": 5}
