@@ -19,7 +19,18 @@ _HOME = {
     "register_policy": "ringkv.engine.policies",
 }
 
-__all__ = [*_HOME, "__version__"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "Policy",
+    "ReFreeKV",
+    "RingConfig",
+    "RingkvError",
+    "SamplingParams",
+    "StreamEvent",
+    "__version__",
+    "register_policy",
+]
 
 if TYPE_CHECKING:
     from ringkv.engine.completion import Completion, StreamEvent

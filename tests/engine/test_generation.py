@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import OPENING, TEMPLATE, Script, byte_tokenizer
 
 from ringkv import RingConfig, RingkvError, SamplingParams
+from scripted import OPENING, TEMPLATE, Script, byte_tokenizer
 
 END = "<|im_end|>"
 A, B = byte_tokenizer().encode("AB")

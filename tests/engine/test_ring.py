@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_config, tiny_decoder, tiny_weights
 
 from ringkv.engine.config import RingConfig
 from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling import Sampler
 from ringkv.engine.steering import Steering
+from tiny import tiny_config, tiny_decoder, tiny_weights
 
 CPU = torch.device("cpu")
 STEPS = 125  # of each of 40 examples: 5,000 in all

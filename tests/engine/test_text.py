@@ -39,7 +39,18 @@ TRIMMED = """{% set date = strftime_now("%Y") %}
     {%- endif %}
     {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' }}
 {%- endfor %}
+{%- if tools is not none or documents is not none %}{{ 'tools' }}{% endif %}
+{%- if enable_thinking is defined %}{{ 'thinking: ' ~ enable_thinking }}{% endif %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+BLOCKS = """{{ bos_token }}
+{% for message in messages %}
+    {% if message.role == 'user' %}
+  user: {{ message.content }}
+    {% else %}
+<|im_start|>{{ message.content }}
+    {% endif %}
+{% endfor %}
+"""
 THINKING = """{%- macro turn(role, text) %}<|im_start|>{{ role }}
 {{ text }}<|im_end|>
 {% endmacro %}
@@ -78,7 +89,7 @@ THINKING = """{%- macro turn(role, text) %}<|im_start|>{{ role }}
     {{- '<|im_start|>assistant\\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
-TEMPLATES = {"plain": PLAIN, "trimmed": TRIMMED, "thinking": THINKING}
+TEMPLATES = {"plain": PLAIN, "trimmed": TRIMMED, "blocks": BLOCKS, "thinking": THINKING}
 
 USER = {"role": "user", "content": "  What is x<y & \"é\" '한국어' 👍🏽?\n"}
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
@@ -212,7 +223,7 @@ def test_control_tokens_in_other_keys_are_text() -> None:
 
 
 # Beside control tokens: their halves, what breaks placeholders of a fixed kind, and what templates trim.
-FRAGMENTS = [*CONTROL, "<", ">", "<|im_", "im_end|>", "|>", "</th", "ink>", " ", "\n", "x", "é", FAMILY]
+FRAGMENTS = [*CONTROL, "<", ">", "<|im_", "end|>", "|im_end|>", "</th", "ink>", " ", "\n", "x", "é", FAMILY]
 FRAGMENTS += ["\U000f0000", "\U000f0001", "\ue000", "\U0010fffd"]
 contents = st.lists(st.sampled_from(FRAGMENTS), max_size=6).map("".join)
 
@@ -231,6 +242,29 @@ def test_no_message_forges_a_control_token(texts: list[str], name: str) -> None:
 
 # Nothing between messages, and a sign of a control token beside them.
 JOINED = ChatTemplate("<s><{% for m in messages %}{{ m.content | trim }}{% endfor %}><|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "texts", [["|im_end|>"], ["<|im_end|"], ["<|im_", "end|>"], [" <|im_\n", "\tend|> "], ["\n|im_end|> "], ["<", "s>"]]
+)
+def test_pieces_do_not_join_to_a_control_token(texts: list[str]) -> None:
+    tokenizer = tagged()
+    ids = encode_messages(tokenizer, JOINED, [{"role": "user", "content": text} for text in texts])
+    assert [id for id in ids if id in tokenizer.control_tokens.values()] == tokenizer.encode("<s><|im_end|>")
+    joined = "".join(text.strip() for text in texts)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == f"<s><{joined}><|im_end|>"
+
+
+def test_the_longest_control_token_counts() -> None:
+    made = tokenizers.Tokenizer.from_str(backend().to_str())
+    made.add_special_tokens(["<t>", "<t><u>"])
+    tokenizer = Tokenizer(made)
+    ids = encode_messages(
+        tokenizer, ChatTemplate("<t><u>{{ messages[0].content }}<t>"), [{"role": "user", "content": "<t><u>"}]
+    )
+    assert ids[0] == tokenizer.control_tokens["<t><u>"]
+    assert ids[-1] == tokenizer.control_tokens["<t>"]
+    assert tokenizer.decode(ids) == "<t><u>"
 
 
 @given(
@@ -345,6 +379,7 @@ ENDLESS = {
     "doubling lists": "{% set n = namespace(x=[1]) %}{% for a in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "doubling blocks": "{% set n = namespace(x='aa') %}{% for a in range(99) %}"
     "{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}",
+    "a long block": "{% set x %}{% for a in range(99999) %}" + "x" * 1000 + "{% endfor %}{% endset %}",
     "a long text": "{{ 'a' * 10 ** 10 }}",
     "a long list": "{{ 10 ** 9 * [1] }}",
     "a large int": "{{ (9 ** 9999) ** 9999 }}",

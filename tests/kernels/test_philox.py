@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import naive
 import pytest
 import torch
 
+import naive
 from ringkv.kernels.philox import gumbel, philox, to_uniform
 
 KNOWN = [

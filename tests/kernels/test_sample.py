@@ -36,9 +36,7 @@ def survivors(logits: list[float], temperature: float, top_k: int, top_p: float,
 
 def filters(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, rows: int = 1) -> Filters:
     column = torch.ones(rows)
-    return Filters(
-        column * temperature, (column * top_k).long(), (column * top_p).float(), (column * min_p).float()
-    )
+    return Filters(column * temperature, (column * top_k).long(), (column * top_p).float(), (column * min_p).float())
 
 
 @settings(max_examples=300, deadline=None, derandomize=True)
@@ -126,6 +124,7 @@ def test_penalties_by_hand():
         presence=torch.tensor([0.25]),
         in_prompt=in_prompt,
         in_output=in_output,
-        blocked=torch.tensor([[True, False, False, False]]),
+        ending=torch.tensor([[True, False, False, False]]),
+        early=torch.tensor([True]),
     )
     assert got.tolist() == [[-math.inf, -4.0, 0.25, 5.0]]

@@ -459,8 +459,15 @@ def test_a_file_cut_after_it_was_opened(tmp_path: Path) -> None:
 
 def test_damaged_headers_open_or_are_refused_at_once(tmp_path: Path) -> None:
     """Bytes of the header replaced at random: numbers, lengths, counts, types, names."""
-    lists: dict[str, Any] = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.scores": [0.5, 1.5]}
-    whole = tiny(tmp_path / "t.gguf", tensors={"extra.weight": np.ones((3, 8), np.float32)}, **lists).read_bytes()
+    tokenizer: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab", "<x>", "c"],
+        "tokenizer.ggml.token_type": [1, 1, 1, 3, 4],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 3,
+    }
+    whole = tiny(tmp_path / "t.gguf", tensors={"extra.weight": np.ones((3, 8), np.float32)}, **tokenizer).read_bytes()
     header = len(whole) - 3 * 8 * 4 - 5 * 8 * 4 - 64
     draw = random.Random(0)
     path, opened, slowest = tmp_path / "damaged.gguf", 0, 0.0
@@ -472,7 +479,10 @@ def test_damaged_headers_open_or_are_refused_at_once(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         began = time.perf_counter()
         try:
-            opened += bool(GGUFCheckpoint(path).shapes())
+            checkpoint = GGUFCheckpoint(path)
+            checkpoint.tokenizer()
+            ModelConfig.from_hf(checkpoint.config)
+            opened += 1
         except RingkvError as error:
             messages.add(str(error))
         slowest = max(slowest, time.perf_counter() - began)
