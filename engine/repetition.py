@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from math import isqrt
 
@@ -86,8 +87,8 @@ class RepetitionDetector:
                 raise RingkvError.bad(field, value, f"an int >= {least}")
         self.comparisons = 0
         self._count, self._span = min_repeat_count, min_repeat_span
-        self._tokens: list[int] = []
-        self._hashes = [0]  # of every prefix
+        self._tokens = array("q")  # arrays: a long text costs 16 bytes a token
+        self._hashes = array("Q", [0])  # of every prefix
         # need(p) - p >= span * (count - 1) / count for any p, so the first level may begin that high.
         first = 4 * min_repeat_span * (min_repeat_count - 1) // (5 * min_repeat_count)
         self._levels = [_Level(max(first, self._longest_above(0)))]
@@ -117,7 +118,7 @@ class RepetitionDetector:
         run = min(self._loops, key=lambda loop: loop.period)
         if run.report is not None:
             return None
-        run.report = Repetition(self._tokens[-run.period :], run.period, (n - run.start) // run.period)
+        run.report = Repetition(self._tokens[-run.period :].tolist(), run.period, (n - run.start) // run.period)
         self._last = run
         return run.report
 
