@@ -18,6 +18,7 @@ from ringkv.engine.live import Live
 from ringkv.engine.policies import as_policy, priorities
 from ringkv.engine.retention import as_retention
 from ringkv.engine.state import PolicyState
+from ringkv.kernels.advance import advance
 from ringkv.kernels.append import append, value_range
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.backend import runs_triton
@@ -164,9 +165,11 @@ class Ring:
         return decode_attention(append(qkv, norms, eps, cos, sin, view, at), view, at)
 
     def end_step(self) -> None:
-        """Count the token that every running lane has written, and evict where a layer is now full."""
-        self.count += self.active
-        self.seen += self.active
+        """Count the token that every running lane has written."""
+        advance(self.active, self.count, self.seen)
+
+    def settle(self) -> None:
+        """What the host does after a step: follow it in the mirrors, and evict where a layer is now full."""
         self.counts[:, self.running] += 1
         self.spans = np.maximum(self.spans, self.counts)
         if self.policy.evicts:

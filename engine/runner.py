@@ -15,6 +15,7 @@ from ringkv.engine.retention import last_attention
 from ringkv.engine.ring import Ring
 from ringkv.engine.sampling import Sampler
 from ringkv.engine.steering import Steering
+from ringkv.kernels.advance import commit
 from ringkv.kernels.prefill_attention import causal_attention
 from ringkv.models.decoder import Decoder, Layer
 
@@ -96,11 +97,7 @@ class Runner:
     def step(self) -> Drawn:
         """One token for every running lane, by lane."""
         logits = self.forward(self.ring.next_token)
-        token, forced = self._next(logits)
-        token = torch.where(self.ring.active, token, -1)
-        self.ring.active &= token >= 0
-        self.ring.next_token.copy_(token)
-        return self._drawn(token, forced, logits)
+        return self._drawn(*self._draw(logits), logits)
 
     latency = 0  # steps that may be launched before the tokens of one are read
 
@@ -115,6 +112,15 @@ class Runner:
     def drain(self) -> None:
         """Forget the steps that were launched and not collected."""
         self._flying.clear()
+
+    def device_step(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """All of a step that is the device's: the tokens [B], which were forced [B], the logits [B, V]."""
+        logits = self._forward(self.ring.next_token)
+        return *self._draw(logits), logits
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        token, forced = self._next(logits)
+        return commit(token, self.ring.active, self.ring.next_token), forced
 
     def _next(self, logits: Tensor, lanes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
         token, forced = self.steering.apply(self.sampler.draw(logits, self.ring, lanes), lanes)
@@ -133,6 +139,12 @@ class Runner:
     @torch.inference_mode()
     def forward(self, token: Tensor) -> Tensor:
         """Append ``token`` [B] to the running lanes and advance them; returns the logits that follow [B, V]."""
+        logits = self._forward(token)
+        self.ring.settle()
+        return logits
+
+    def _forward(self, token: Tensor) -> Tensor:
+        """The device's part of ``forward``."""
         model, ring = self.model, self.ring
         ring.begin_step()
         angles = model.angles(ring.seen, ring.seen + 1)

@@ -26,7 +26,16 @@ DEFAULTS: dict[str, Any] = {
     "max_tokens": 32768,
 }
 # What else a request carries is the user's or SamplingParams' own default.
-OTHERS: tuple[str, ...] = ("logit_bias", "n", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "thinking")
+OTHERS: tuple[str, ...] = (
+    "logit_bias",
+    "n",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+    "thinking",
+)
 OTHERS += ("max_thinking_tokens", "thinking_message", "on_repetition", "min_repeat_count", "min_repeat_span")
 
 
@@ -96,16 +105,21 @@ class Sampler:
         lanes: how many.
         vocabulary: ids that may be drawn; the rest of a padded vocabulary never is.
         device: where.
+        static: every stage always runs, on tensors that never move: a captured step needs it.
     """
 
-    def __init__(self, lanes: int, vocabulary: int, device: torch.device) -> None:
-        self.vocabulary, self._device = vocabulary, device
+    def __init__(self, lanes: int, vocabulary: int, device: torch.device, static: bool = False) -> None:
+        self.vocabulary, self._device, self._static = vocabulary, device, static
         self._lanes = [_OFF.values] * lanes
+        self._columns: dict[str, Tensor] = {}
         self._prompt = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._bias: Tensor | None = None
         self._in_prompt: Tensor | None = None
         self._in_output: Tensor | None = None
         self._ending: Tensor | None = None
+        if static:
+            self._bias = self._table(None, torch.float32)
+            self._in_prompt, self._in_output, self._ending = (self._table(None, torch.bool) for _ in range(3))
         self._build()
 
     @property
@@ -154,10 +168,9 @@ class Sampler:
         def of(table: Tensor | None) -> Tensor | None:
             return None if table is None else table[at]
 
-        blocked = None
+        early = None
         if self._ending is not None:
             early = ring.seen[at] - self._prompt[at] < self._min_tokens[at]
-            blocked = self._ending[at] & early[:, None]
         penalized = penalize(
             logits[:, : self.vocabulary],
             of(self._bias),
@@ -165,7 +178,8 @@ class Sampler:
             of(self._presence),
             of(self._in_prompt),
             of(self._in_output),
-            blocked,
+            of(self._ending),
+            early,
         )
         if self._greedy:
             return sample(penalized, None, None)
@@ -177,13 +191,13 @@ class Sampler:
     def note(self, token: Tensor, lanes: Sequence[int] | None = None) -> None:
         """Remember the tokens [b] that were drawn, for the penalties on the output."""
         if self._in_output is not None:
-            at = torch.arange(len(self._lanes)) if lanes is None else torch.tensor(lanes)
-            self._in_output[at.to(self._device), token.clamp(min=0)] = True
+            at: Any = slice(None) if lanes is None else torch.tensor(lanes, device=self._device)
+            self._in_output[at] = self._in_output[at].scatter_(1, token.clamp(min=0)[:, None], True)
 
     def _build(self) -> None:
         self._temperature = self._column("temperature", torch.float32)
         self._min_tokens = self._column("min_tokens", torch.int64)
-        self._greedy = all(values["temperature"] < GREEDY_BELOW for values in self._lanes)
+        self._greedy = not self._static and all(values["temperature"] < GREEDY_BELOW for values in self._lanes)
         self._top_k = self._used("top_k", torch.int64, off=0)
         self._top_p = self._used("top_p", torch.float32, off=1)
         self._min_p = self._used("min_p", torch.float32, off=0)
@@ -191,10 +205,13 @@ class Sampler:
         self._presence = self._used("presence_penalty", torch.float32, off=0)
 
     def _column(self, name: str, dtype: torch.dtype) -> Tensor:
-        return torch.tensor([values[name] for values in self._lanes], dtype=dtype, device=self._device)
+        values = torch.tensor([values[name] for values in self._lanes], dtype=dtype)
+        column = self._columns.setdefault(name, torch.empty_like(values, device=self._device))
+        return column.copy_(values)
 
     def _used(self, name: str, dtype: torch.dtype, off: float) -> Tensor | None:
-        return self._column(name, dtype) if any(values[name] != off for values in self._lanes) else None
+        used = self._static or any(values[name] != off for values in self._lanes)
+        return self._column(name, dtype) if used else None
 
     def _table(self, table: Tensor | None, dtype: torch.dtype) -> Tensor:
         if table is not None:

@@ -102,7 +102,7 @@ def decode_attention(q: Tensor, ring: LayerRing, at: Places | None) -> Tensor:
     lanes, kv_heads, slots, d = ring.k.shape
     heads, group = q.shape[1], q.shape[1] // kv_heads
     wide = triton.next_power_of_2(d)
-    block = max(16, TILE_BYTES // (wide * ring.k.itemsize))
+    block = max(16, min(64, TILE_BYTES // (wide * ring.k.itemsize)))
     splits = max(1, min(triton.cdiv(slots, block), PROGRAMS // (lanes * kv_heads)))
     scale = d**-0.5
     parts = torch.empty(lanes, heads, splits, d, dtype=torch.float32, device=q.device)

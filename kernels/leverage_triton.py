@@ -1,4 +1,4 @@
-"""Approximate leverage: keys and values are read once, through a random projection."""
+"""Approximate leverage: keys and values are read once, and projected in parts of the head dimension."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
@@ -11,34 +11,34 @@ import triton.language as tl
 from torch import Tensor
 
 from ringkv.kernels.pairs import layers_and_lanes
-
-
-@triton.jit
-def _reach(rows, inside, projection, PRECISION: tl.constexpr):
-    """|rows @ projection|^2."""
-    projected = tl.dot(tl.load(rows, mask=inside, other=0.0).to(tl.float32), projection, input_precision=PRECISION)
-    return tl.sum(projected * projected, 1)
+from ringkv.kernels.precision import float32_dot
 
 
 @triton.jit
 def _leverage(
     k, v, order, layers, lanes, projection, out, stride_layer, stride_lane, stride_head, stride_slot, n, rank,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64) // KV_HEADS
     head = tl.program_id(0).to(tl.int64) % KV_HEADS
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, WIDE)
     r = tl.arange(0, RANK)
     base = tl.load(layers + pair) * stride_layer + tl.load(lanes + pair) * stride_lane + head * stride_head
     slot = tl.load(order + (pair * KV_HEADS + head) * n + at, mask=at < n, other=0)
-    cell = base + slot[:, None] * stride_slot + d[None, :]
-    inside = (at < n)[:, None] & (d < D)[None, :]
-    g = tl.load(
-        projection + (pair * D + d)[:, None] * rank + r[None, :], mask=(d < D)[:, None] & (r < rank)[None, :], other=0.0
-    )
-    reach = _reach(k + cell, inside, g, PRECISION) * _reach(v + cell, inside, g, PRECISION)
+    projection += pair * D * rank
+    k_reach = tl.zeros([BLOCK, RANK], tl.float32)
+    v_reach = tl.zeros([BLOCK, RANK], tl.float32)
+    for start in range(0, D, PART):
+        d = start + tl.arange(0, PART)
+        cell = base + slot[:, None] * stride_slot + d[None, :]
+        inside = (at < n)[:, None] & (d < D)[None, :]
+        g = tl.load(projection + d[:, None] * rank + r[None, :], mask=(d < D)[:, None] & (r < rank)[None, :], other=0.0)
+        keys = tl.load(k + cell, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(v + cell, mask=inside, other=0.0).to(tl.float32)
+        k_reach = tl.dot(keys, g, k_reach, input_precision=PRECISION)
+        v_reach = tl.dot(values, g, v_reach, input_precision=PRECISION)
+    reach = tl.sum(k_reach * k_reach, 1) * tl.sum(v_reach * v_reach, 1)
     tl.store(out + (pair * KV_HEADS + head) * n + at, reach, mask=at < n)
 
 
@@ -53,12 +53,11 @@ def leverage(
     kv_heads, n = order.shape[1:]
     d, rank = projection.shape[1:]
     out = torch.empty(order.shape, dtype=torch.float32, device=order.device)
-    block = 32
+    block = 64
     _leverage[(len(pairs) * kv_heads, triton.cdiv(n, block))](
         k, v, order, layers, lanes, projection, out, *k.stride()[:4], n, rank,
-        kv_heads, d, triton.next_power_of_2(d), max(16, triton.next_power_of_2(rank)), block,
-        # Three tensor-core products add up to a float32 one.
-        "ieee" if torch.version.hip else "tf32x3",
+        kv_heads, d, max(16, triton.next_power_of_2(rank)), block, 32,
+        float32_dot(),
         num_warps=4,
     )  # fmt: skip
     return out

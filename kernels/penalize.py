@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ringkv.kernels.backend import dispatched
 
+
+@dispatched
 def penalize(
     logits: Tensor,
     bias: Tensor | None = None,
@@ -13,9 +16,10 @@ def penalize(
     presence: Tensor | None = None,
     in_prompt: Tensor | None = None,
     in_output: Tensor | None = None,
-    blocked: Tensor | None = None,
+    ending: Tensor | None = None,
+    early: Tensor | None = None,
 ) -> Tensor:
-    """Bias, then repetition penalty, then presence penalty, then blocked ids. None leaves a stage out.
+    """Bias, then repetition penalty, then presence penalty, then ids that may not come yet. None leaves a stage out.
 
     Args:
         logits: float [B, V].
@@ -24,7 +28,7 @@ def penalize(
             multiplied if not (CTRL, arXiv 1909.05858). 1 is off.
         presence: float32 [B], subtracted once from the logit of each id that occurred in the output.
         in_prompt, in_output: bool [B, V], ids that occurred.
-        blocked: bool [B, V], ids that may not be drawn now.
+        ending: bool [B, V], ids that may not be drawn in the lanes that are ``early``, bool [B].
 
     Returns:
         float [B, V], a new tensor where anything is applied.
@@ -37,6 +41,6 @@ def penalize(
         logits = torch.where(in_prompt | in_output, punished, logits)
     if presence is not None and in_output is not None:
         logits = logits - presence[:, None] * in_output
-    if blocked is not None:
-        logits = logits.masked_fill(blocked, -torch.inf)
+    if ending is not None and early is not None:
+        logits = logits.masked_fill(ending & early[:, None], -torch.inf)
     return logits

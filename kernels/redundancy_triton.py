@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringkv.kernels.pairs import layers_and_lanes
+from ringkv.kernels.precision import float32_dot
 from ringkv.kernels.scores_triton import keys_at
 
 
@@ -23,7 +24,7 @@ def _norms(keys):
 @triton.jit
 def _last_match(
     k, order, layers, lanes, last, stride_layer, stride_lane, stride_head, stride_slot, n, threshold,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The largest matching column of a block of rows; 0 where there is none."""
     pair = tl.program_id(0).to(tl.int64) // KV_HEADS
@@ -37,7 +38,7 @@ def _last_match(
     for start in range(0, n, BLOCK):
         column = start + tl.arange(0, BLOCK)
         others = keys_at(k, order, column, n, D, WIDE, stride_slot)
-        cosine = tl.dot(keys, tl.trans(others), input_precision="ieee") / (norms[:, None] * _norms(others)[None, :])
+        cosine = tl.dot(keys, tl.trans(others), input_precision=PRECISION) / (norms[:, None] * _norms(others)[None, :])
         cosine = tl.where(row[:, None] == column[None, :], 0.0, cosine)
         match = (cosine > threshold) & (column < n)[None, :]
         found = tl.maximum(found, tl.max(tl.where(match, column[None, :], 0), 1))
@@ -47,7 +48,7 @@ def _last_match(
 @triton.jit
 def _column_means(
     k, order, layers, lanes, last, out, stride_layer, stride_lane, stride_head, stride_slot, n,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The means of a block of columns without each row's last match."""
     pair = tl.program_id(0).to(tl.int64) // KV_HEADS
@@ -61,7 +62,7 @@ def _column_means(
     for start in range(0, n, BLOCK):
         row = start + tl.arange(0, BLOCK)
         others = keys_at(k, order, row, n, D, WIDE, stride_slot)
-        reach = tl.dot(others, tl.trans(keys), input_precision="ieee") / _norms(others)[:, None]
+        reach = tl.dot(others, tl.trans(keys), input_precision=PRECISION) / _norms(others)[:, None]
         match = tl.load(last + base + row, mask=row < n, other=0)
         left_out = (row >= n)[:, None] | (row[:, None] == column[None, :]) | (match[:, None] == column[None, :])
         total += tl.sum(tl.where(left_out, 0.0, reach), 0)
@@ -78,7 +79,7 @@ def redundancy(k: Tensor, order: Tensor, pairs: Sequence[tuple[int, int]], scrat
     out = torch.empty(order.shape, dtype=torch.float32, device=order.device)
     block = 64 if k.itemsize == 2 else 32
     grid = (len(pairs) * kv_heads, triton.cdiv(n, block))
-    shape = (kv_heads, d, triton.next_power_of_2(d), block)
+    shape = (kv_heads, d, triton.next_power_of_2(d), block, float32_dot())
     strides = k.stride()[:4]
     _last_match[grid](k, order, layers, lanes, last, *strides, n, float(threshold), *shape, num_warps=4)
     _column_means[grid](k, order, layers, lanes, last, out, *strides, n, *shape, num_warps=4)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringkv.kernels.backend import dispatched
+
 # Probabilities are summed as integers of 2^-40: such sums are exact, so they do not depend on the order of addition.
 _ONE = 1 << 40
 _DIGIT_BITS = 11
@@ -23,6 +25,7 @@ class Filters:
     min_p: Tensor | None = None  # float32
 
 
+@dispatched
 def sample(logits: Tensor, filters: Filters | None, uniform: Tensor | None) -> Tensor:
     """Temperature, top_k, top_p, min_p, then the inverse of the cumulative distribution in id order.
 
@@ -50,7 +53,8 @@ def _draw(logits: Tensor, filters: Filters, uniform: Tensor) -> Tensor:
     if filters.top_k is not None:
         wanted = torch.where(filters.top_k > 0, filters.top_k.clamp(max=p.shape[-1]), p.shape[-1])
         p = torch.where(_largest(p, torch.ones_like(p, dtype=torch.int64), wanted), p, 0.0)
-        p = p / p.sum(-1, keepdim=True)
+        # A lane without top_k is left as it is: its draw must not hang on its neighbours.
+        p = p / torch.where(filters.top_k[:, None] > 0, p.sum(-1, keepdim=True), 1.0)
     if filters.top_p is not None:
         weight = _fixed(p)
         wanted = (filters.top_p.to(torch.float64) * weight.sum(-1)).ceil().to(torch.int64).clamp(min=1)

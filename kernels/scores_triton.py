@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringkv.kernels.pairs import layers_and_lanes
+from ringkv.kernels.precision import float32_dot
 
 
 @triton.jit
@@ -22,23 +23,34 @@ def keys_at(k, order, at, n, D: tl.constexpr, WIDE: tl.constexpr, stride):
 
 
 @triton.jit
-def _products(queries, row, w, keys, stride, head_stride, D: tl.constexpr, WIDE: tl.constexpr, MAX: tl.constexpr):
+def _products(
+    queries,
+    row,
+    w,
+    keys,
+    stride,
+    head_stride,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    MAX: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """q.k [ROWS, BLOCK] of a query head, or the largest over MAX heads."""
-    product = _product(queries, row, w, keys, stride, D, WIDE)
+    product = _product(queries, row, w, keys, stride, D, WIDE, PRECISION)
     for head in range(1, MAX):
-        product = tl.maximum(product, _product(queries + head * head_stride, row, w, keys, stride, D, WIDE))
+        product = tl.maximum(product, _product(queries + head * head_stride, row, w, keys, stride, D, WIDE, PRECISION))
     return product
 
 
 @triton.jit
-def _product(queries, row, w, keys, stride, D: tl.constexpr, WIDE: tl.constexpr):
+def _product(queries, row, w, keys, stride, D: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr):
     d = tl.arange(0, WIDE)
     pointer = queries + row[:, None].to(tl.int64) * stride + d[None, :]
     own = tl.load(pointer, mask=(row < w)[:, None] & (d < D)[None, :], other=0.0)
     if row.shape[0] == 1:  # too few rows for the tensor cores
         return tl.sum(own.to(tl.float32) * keys.to(tl.float32), 1)[None, :]
     else:
-        return tl.dot(own, tl.trans(keys), input_precision="ieee")
+        return tl.dot(own, tl.trans(keys), input_precision=PRECISION)
 
 
 @triton.jit
@@ -49,11 +61,12 @@ def _unseen(position, at, n, query_position, row, w):
 
 
 @triton.jit
-def _softmax(
+def _window_softmax(
     queries, k, order, layers, lanes, only, position, query_position, stats,
     q_layer, q_lane, q_head, q_row, k_layer, k_lane, k_head, k_slot, w, n, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     ONLY: tl.constexpr, MAX: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Maximum and sum of a block of queries' softmax: stats [P, Hq / MAX, w, 2]."""
     ranked: tl.constexpr = KV_HEADS * (GROUP // MAX)  # query heads, or KV heads where their maximum is taken
@@ -74,7 +87,7 @@ def _softmax(
     for start in range(0, n, BLOCK):
         at = start + tl.arange(0, BLOCK)
         keys = keys_at(k, order, at, n, D, WIDE, k_slot)
-        product = _products(queries, row, w, keys, q_row, q_head, D, WIDE, MAX)
+        product = _products(queries, row, w, keys, q_row, q_head, D, WIDE, MAX, PRECISION)
         hidden = (at >= n)[None, :]
         if CAUSAL:
             hidden = hidden | _unseen(position, at, n, query_position, row, w)
@@ -90,12 +103,13 @@ def _softmax(
 
 
 @triton.jit
-def _weights(
+def _window_weights(
     queries, k, order, layers, lanes, only, position, query_position, since, stats, out,
     q_layer, q_lane, q_head, q_row, k_layer, k_lane, k_head, k_slot, w, n, scale, share,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
     ONLY: tl.constexpr, MAX: tl.constexpr, SUM: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``share`` times the softmax weights of a block of keys, summed over the queries and over SUM heads."""
     ranked: tl.constexpr = KV_HEADS * (GROUP // MAX)
@@ -117,7 +131,7 @@ def _weights(
     for head in range(SUM):
         for start in range(0, w, ROWS):
             row = start + tl.arange(0, ROWS)
-            product = _products(queries, row, w, keys, q_row, q_head, D, WIDE, MAX)
+            product = _products(queries, row, w, keys, q_row, q_head, D, WIDE, MAX, PRECISION)
             cell = stats + ((pair * ranked + first + head) * w + row) * 2
             greatest = tl.load(cell, mask=row < w, other=0.0)
             total = tl.load(cell + 1, mask=row < w, other=1.0)
@@ -166,13 +180,13 @@ def summed_attention(
     block = 64 if half else 32
     strides = (*queries.stride()[:4], *k.stride()[:4])
     shape = (kv_heads, group, d, triton.next_power_of_2(d), only is not None, most)
-    _softmax[(len(pairs) * ranked, triton.cdiv(w, rows))](
+    _window_softmax[(len(pairs) * ranked, triton.cdiv(w, rows))](
         queries, k, order, layers, lanes, only, position, query_position, stats, *strides, w, n, d**-0.5,
-        *shape, causal is not None, rows, block, num_warps=4, num_stages=2,
+        *shape, causal is not None, rows, block, float32_dot(), num_warps=4, num_stages=2,
     )  # fmt: skip
-    _weights[(len(pairs) * ranked // summed, triton.cdiv(n, block))](
+    _window_weights[(len(pairs) * ranked // summed, triton.cdiv(n, block))](
         queries, k, order, layers, lanes, only, position, query_position, since, stats, out, *strides, w, n, d**-0.5,
-        share, *shape, summed, causal is not None, rows, block, num_warps=4, num_stages=2,
+        share, *shape, summed, causal is not None, rows, block, float32_dot(), num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 

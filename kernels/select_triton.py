@@ -88,7 +88,7 @@ def _partition(
 
 
 @triton.jit
-def _count(layers, lanes, count, evictions, n, victims, LANES: tl.constexpr):
+def _count_eviction(layers, lanes, count, evictions, n, victims, LANES: tl.constexpr):
     pair = tl.program_id(0)
     cell = tl.load(layers + pair) * LANES + tl.load(lanes + pair)
     if tl.load(count + cell) == n:
@@ -131,5 +131,5 @@ def free(
         victim, slot, layers, lanes, order, position, count, freed, victim.shape[-1], n, slots, victims,
         batch, kv_heads, min(BLOCK, triton.next_power_of_2(n)), num_warps=8,
     )  # fmt: skip
-    _count[(len(pairs),)](layers, lanes, count, evictions, n, victims, batch, num_warps=1)
+    _count_eviction[(len(pairs),)](layers, lanes, count, evictions, n, victims, batch, num_warps=1)
     return freed
