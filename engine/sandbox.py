@@ -154,18 +154,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Meter(NodeTransformer):
-    """Puts a call of ``tick`` into whatever can run again, and makes ``~`` a call of ``join``."""
+    """Puts a call of ``tick`` into every loop, and makes ``~`` a call of ``join``; macros are calls anyway."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
 
-    def visit_For(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+    def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
         cost = nodes.Const(1 + sum(len(text.data) for text in node.find_all(nodes.TemplateData)), lineno=node.lineno)
         node.body.insert(0, nodes.ExprStmt(self._call("tick", [cost], node), lineno=node.lineno))
         return node
-
-    visit_Macro = visit_CallBlock = visit_For
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
