@@ -452,9 +452,7 @@ def test_long_conversations_render() -> None:
 
 
 def test_ints_of_a_template_that_are_ordinary() -> None:
-    source = (
-        "{{ 12345678901|string }} {{ [1] * 2 }} {{ 2 ** 10 * 3 }} {{ 'ab' * 2 }} {{ 2 ** 0.5 > 1 }} {{ '%05.1f' % 2 }}"
-    )
+    source = "{{ 12345678901|string }} {{ [1] * 2 }} {{ 2 ** 10 * 3 }} {{ 'ab' * 2 }} {{ 2 ** 0.5 > 1 }} {{ '%05.1f' % 2 }} {{ lipsum is defined }}"
     assert ChatTemplate(source).render([USER]) == "12345678901 [1, 1] 3072 abab True 002.0"
 
 
