@@ -203,3 +203,10 @@ def test_leverage(scratch):
     live = live_of(torch.zeros(HEADS, 1, D), k, last=0, scratch=scratch)
     squares = torch.einsum("hnd,dr->hnr", k.double(), g[0].double()).square().sum(-1)
     torch.testing.assert_close(live.leverage(g)[0].double(), squares[:, :12].square(), rtol=1e-5, atol=0)
+
+
+def test_leverage_counts_the_gathered_rows():
+    """A block of tokens holds its rows and their projections: one word less than one token needs is too little."""
+    live = live_of(torch.zeros(HEADS, 1, D), torch.ones(KV_HEADS, 20, D), last=0, scratch=D + 2)
+    with pytest.raises(MemoryError, match="one token at rank 3"):
+        live.leverage(torch.ones(1, D, 3))
