@@ -451,9 +451,14 @@ def test_long_conversations_render() -> None:
     assert len(template("trimmed").render([{"role": "user", "content": "word " * 800_000}])) > 4_000_000
 
 
-def test_ints_of_a_template_that_are_ordinary() -> None:
-    source = "{{ 12345678901|string }} {{ [1] * 2 }} {{ 2 ** 10 * 3 }} {{ 'ab' * 2 }} {{ 2 ** 0.5 > 1 }} {{ '%05.1f' % 2 }} {{ lipsum is defined }}"
-    assert ChatTemplate(source).render([USER]) == "12345678901 [1, 1] 3072 abab True 002.0"
+def test_what_a_template_may_do() -> None:
+    for source, wanted in (
+        ("{{ 12345678901|string }}", "12345678901"),
+        ("{{ [1] * 2 }} {{ 'ab' * 2 }} {{ 2 ** 10 * 3 }} {{ 2 ** 0.5 > 1 }}", "[1, 1] abab 3072 True"),
+        ("{{ '%05.1f' % 2 }} {{ '{:>4}'.format('a') }} {{ 'a'.ljust(3) }}|", "002.0    a a  |"),
+        ("{{ lipsum is defined }}", "False"),
+    ):
+        assert ChatTemplate(source).render([USER]) == wanted
 
 
 def pushed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import random
+import struct
 import subprocess
 import sys
 import time
@@ -506,6 +507,29 @@ def test_files_that_are_something_else(content: bytes, message: str, tmp_path: P
     (tmp_path / "t.gguf").write_bytes(content)
     with pytest.raises(RingkvError, match=message):
         GGUFCheckpoint(tmp_path / "t.gguf")
+
+
+def test_names_that_come_twice(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "t.gguf", tensors={f"extra{i}.weight": np.ones((3, 8), np.float32) for i in (1, 2)})
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"extra2", b"extra1"))
+    with pytest.raises(RingkvError, match=r"holds the tensor 'extra1\.weight' twice"):
+        read_gguf(path)
+
+
+def test_a_text_that_ends_the_file_too_soon(tmp_path: Path) -> None:
+    text = b"llama"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 20) + b"general.architecture"
+    whole = head + struct.pack("<IQ", 8, len(text)) + text
+    (tmp_path / "t.gguf").write_bytes(whole)
+    assert read_gguf(tmp_path / "t.gguf").metadata == {"general.architecture": "llama"}
+    (tmp_path / "t.gguf").write_bytes(whole[:-1])
+    with pytest.raises(RingkvError, match="ends inside its header"):
+        read_gguf(tmp_path / "t.gguf")
+    twice = head.replace(struct.pack("<IQQ", 3, 0, 1), struct.pack("<IQQ", 3, 0, 2)) + whole[len(head) :]
+    (tmp_path / "t.gguf").write_bytes(twice + twice[24:])
+    with pytest.raises(RingkvError, match=r"holds 'general\.architecture' twice"):
+        read_gguf(tmp_path / "t.gguf")
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

@@ -454,12 +454,34 @@ def test_other_decoders(decoder: Any) -> None:
 
 
 def test_a_vocabulary_with_holes() -> None:
-    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 9}, []))
+    """The library gives new tokens the number of words for an id, which may be a word's."""
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "<x>": 1, "b": 3}, []))
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<x>"])  # id 2, the number of words
+    backend.add_special_tokens(["<x>"])
     tokenizer = Tokenizer(backend)
-    assert (tokenizer.size, tokenizer.token_bytes(5), tokenizer.decode([0, 5, 9])) == (10, b"", "ab")
-    assert tokenizer.encode_parts(["a", 2, "b"]) == [0, 2, 9]
+    assert (tokenizer.size, tokenizer.token_bytes(2), tokenizer.decode([0, 2, 3])) == (4, b"", "ab")
+    assert tokenizer.encode_parts(["ab", 1, "b"]) == [0, 3, 1, 3]
+
+
+@pytest.mark.parametrize("blanks", ["", " ", "  ", "\n"])
+def test_tokens_that_take_blanks_with_them(blanks: str) -> None:
+    for style in SENTENCEPIECE:
+        tokenizer = sentencepiece_pair(style)[1]
+        tool = tokenizer.control_tokens["<tool>"]
+        wanted = tokenizer.encode(f"x{blanks}<tool>{blanks}y")
+        assert tokenizer.encode_parts([f"x{blanks}", tool, f"{blanks}y"]) == wanted
+        assert wanted.count(tool) == 1
+
+
+def test_ids_are_kept_where_the_text_would_not_be_found() -> None:
+    """A normalizer that puts a space before the token's own text: the id still stands where it was put."""
+    backend = tokenizers.Tokenizer(models.BPE({"▁": 0, "a": 1}, []))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+    backend.add_tokens([AddedToken("<x>", normalized=True)])
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.encode("a<x>a") == [0, 1, 1]  # not found after a letter
+    assert tokenizer.encode_parts(["a", 2, "a"]) == [0, 1, 2, 0, 1]
 
 
 def test_an_absurd_id() -> None:
