@@ -80,10 +80,6 @@ class Loop:
         request = waiting.popleft()
         lane = self._free()
         generation = self.start(request, lane)
-        if request.index in self.cancelled:
-            generation.cancel()
-            yield Served(generation, generation.flush())
-            return
 
         def progress(done: int, layers: int) -> None:
             if request.index in self.cancelled:

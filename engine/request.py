@@ -66,7 +66,7 @@ class Generation:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: dict[str, str] | None = None
-        self.repetition: Repetition | None = None
+        self._found: Repetition | None = None
         self.close_thought = False  # asked of the device; the loop passes it on
         self.retained: list[int] = []
         self.figures: dict[str, Any] = {"kept": 0, "evictions": 0, "evictions_per_layer": [], "peak_slots": 0}
@@ -86,6 +86,11 @@ class Generation:
     def channel(self) -> str:
         """Where the text is now: "thinking" or "answer"."""
         return THINKING if self._counter.inside else ANSWER
+
+    @property
+    def repetition(self) -> Repetition | None:
+        """The loop that was found last, with the count that it reached; None if there was none."""
+        return self._detector.last or self._found
 
     def push(self, token: int, forced: bool = False, logprob: dict[str, Any] | None = None) -> list[tuple[str, str]]:
         """Take the next token; sets ``finish_reason`` when it is the last.
@@ -187,7 +192,7 @@ class Generation:
         found = self._detector.push(token)
         if found is None:
             return
-        self.repetition = self.repetition or found
+        self._found = found
         wanted = self.request.sampling.values["on_repetition"]
         if wanted == "close_thought" and self._counter.inside and self.request.tags and self.request.tags.ids:
             self.close_thought, self._detector = True, self._new_detector()

@@ -183,6 +183,11 @@ def test_samples_share_one_prefill():
     alone = tiny_engine()
     assert alone.generate(prompt(60), params(n=5, seed=3, temperature=1.0))[4].token_ids == many[4].token_ids
     assert alone.generate(prompt(60), params(seed=3, temperature=1.0)).token_ids == many[0].token_ids
+    # Where nothing is evicted, the draws alone tell samples apart.
+    roomy = tiny_engine(RingConfig(100, 8, "full"), lanes=3).generate(
+        prompt(5), params(n=3, temperature=1.0, max_tokens=20)
+    )
+    assert len({tuple(one.token_ids) for one in roomy}) == 3
     with pytest.raises(RingkvError, match="n = 2"):
         engine.stream(prompt(3), params(n=2))
 

@@ -212,6 +212,15 @@ def test_what_is_no_loop(say):
 
 
 @pytest.mark.parametrize("latency", [0, 1])
+def test_no_step_is_launched_for_nothing_at_max_tokens(latency):
+    engine = Script(lambda _: [A], latency=latency).engine
+    launch, launched = engine._runner.launch, []
+    engine._runner.launch = lambda: (launched.append(1), launch())
+    engine.generate("Hi", SamplingParams(max_tokens=9))
+    assert len(launched) == 8
+
+
+@pytest.mark.parametrize("latency", [0, 1])
 def test_cancel_while_it_runs(latency):
     script = Script(lambda _: [A], latency=latency)
     events = []

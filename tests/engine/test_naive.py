@@ -24,7 +24,9 @@ def live_positions(ring: Ring, lane: int) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("policy", ["streaming", "vase-attnv"])
-@pytest.mark.parametrize("retention, threshold", [("all", None), ("refreekv:threshold=0.05", 0.05)])
+@pytest.mark.parametrize(
+    "retention, threshold", [("all", None), ("refreekv:threshold=0.05", 0.05), ("refreekv:threshold=0.9", 0.9)]
+)
 @pytest.mark.parametrize("prompt, pin", [(3, 0), (120, 0), (30, 12)])
 def test_tokens_and_live_sets(family, policy, retention, threshold, prompt, pin):
     config = tiny_config(family)
