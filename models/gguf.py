@@ -101,7 +101,11 @@ class GGUFCheckpoint:
         self.name = name or path.name
         self.generation_config: Mapping[str, Any] = {}
         self.config: Mapping[str, Any] = self._config()
-        self._entries = {name: entry for tensor in self._tensors.values() for name, entry in self._named(tensor)}
+        self._entries: dict[str, tuple[GGUFTensor, int | None]] = {}
+        for hf_name, entry in (pair for tensor in self._tensors.values() for pair in self._named(tensor)):
+            if hf_name in self._entries:
+                raise RingkvError(f"{path}: {short(entry[0].name)} is a second {hf_name}")
+            self._entries[hf_name] = entry
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor, by name, without reading any."""

@@ -517,6 +517,12 @@ def test_names_that_come_twice(tmp_path: Path) -> None:
         read_gguf(path)
 
 
+def test_names_that_come_twice_when_renamed(tmp_path: Path) -> None:
+    norms = dict.fromkeys(("output_norm.weight", "model.norm.weight"), np.ones(8, np.float32))
+    with pytest.raises(RingkvError, match=r"'model\.norm\.weight' is a second model\.norm\.weight"):
+        GGUFCheckpoint(tiny(tmp_path / "t.gguf", tensors=norms))
+
+
 def test_a_text_that_ends_the_file_too_soon(tmp_path: Path) -> None:
     text = b"llama"
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 20) + b"general.architecture"
