@@ -229,6 +229,20 @@ def test_cancel():
     )
 
 
+def test_cancel_leaves_a_prefill_between_layers():
+    engine = tiny_engine()
+    read = []
+
+    def cancel(done, layers):
+        read.append((done, layers))
+        engine.cancel(0)
+
+    (event,) = engine.stream(prompt(30), params(), on_prefill=cancel)
+    assert event.completion.finish_reason == "cancelled"
+    assert read == [(1, 3)]
+    assert engine.generate(prompt(5), params(max_tokens=3)).completion_tokens == 3
+
+
 def test_a_row_that_is_not_finite_ends_its_request_only():
     engine = tiny_engine(lanes=2)
     forward = engine._runner.forward
