@@ -14,15 +14,15 @@ from torch import Tensor
 
 from ringkv.engine.completion import Completion, StreamEvent
 from ringkv.engine.config import RingConfig, SamplingParams
+from ringkv.engine.graph import make_runner
 from ringkv.engine.loop import Loop
 from ringkv.engine.prompts import Prompt, Prompts
 from ringkv.engine.report import completion, failure
 from ringkv.engine.request import Generation, Request
 from ringkv.engine.ring import Ring
-from ringkv.engine.runner import Progress, Runner
-from ringkv.engine.sampling import Sampler
-from ringkv.engine.steering import Steering
+from ringkv.engine.runner import Progress
 from ringkv.errors import RingkvError
+from ringkv.kernels.backend import check, resolve, use
 from ringkv.models.checkpoint import Checkpoint
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
@@ -32,7 +32,6 @@ from ringkv.models.weights import StateDictCheckpoint, load_decoder, load_weight
 log = logging.getLogger(__name__)
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-BACKENDS = ("auto", "torch")
 
 
 class Engine:
@@ -46,7 +45,7 @@ class Engine:
         lanes: sequences that run at once.
         device: "auto" is the GPU if there is one.
         dtype: "auto" is the checkpoint's own on a GPU and float32 on a CPU.
-        backend: "auto" or "torch".
+        backend: "torch", "triton" (kernels and a captured step, on a GPU), or "auto": triton where it runs.
         seed: from it and the request's index a seed is drawn for requests without one.
         threads: CPU threads while this engine computes; restored after each step.
         generation_config: sampling defaults and ending tokens of the checkpoint.
@@ -84,15 +83,12 @@ class Engine:
         vocabulary = model.config.vocab_size
         if tokenizer is not None:
             vocabulary = min(vocabulary, tokenizer.size)
+        self.backend = resolve(backend, model.device, model.dtype)
         self.ring = Ring(model.config, ring, lanes, model.device, model.dtype)
         self.prompts = Prompts(model.config, tokenizer, self.generation_config, ring, seed)
         tags = None if self.prompts.tags is None else self.prompts.tags.ids
-        self._runner = Runner(
-            model,
-            self.ring,
-            Sampler(lanes, vocabulary, model.device),
-            Steering(lanes, tags, model.device),
-        )
+        with use(self.backend):
+            self._runner = make_runner(model, self.ring, vocabulary, tags)
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._cancelled: set[int] = set()
@@ -224,7 +220,7 @@ class Engine:
         ring, runner = self.ring, self._runner
         lanes = range(len(seeds))
         try:
-            with self._threads():
+            with self._limits():
                 for lane, seed in zip(lanes, seeds, strict=True):
                     ring.reset(lane, seed)
                     logits = runner.prefill(lane, ids[:1])
@@ -311,7 +307,7 @@ class Engine:
         """What the loop serves, as events: one a piece of text, the last of a request with its completion."""
         with self._exclusive():
             self._cancelled.clear()
-            loop = Loop(self._runner, self._start, self._cancelled, self._threads)
+            loop = Loop(self._runner, self._start, self._cancelled, self._limits)
             with closing(loop.run(requests, on_prefill)) as run:
                 for served in run:
                     generation, ids = served.generation, served.token_ids
@@ -342,16 +338,18 @@ class Engine:
                 self._holder = None
 
     @contextmanager
-    def _threads(self) -> Iterator[None]:
+    def _limits(self) -> Iterator[None]:
+        """What holds while this engine computes: its backend and its thread count."""
         before = torch.get_num_threads()
-        if self.threads is None or self.threads == before:
-            yield
-            return
-        torch.set_num_threads(self.threads)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+        with use(self.backend):
+            if self.threads is None or self.threads == before:
+                yield
+                return
+            torch.set_num_threads(self.threads)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(before)
 
 
 def _one(params: object) -> SamplingParams:
@@ -368,8 +366,7 @@ def _check_options(lanes: object, backend: object, seed: object, threads: object
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RingkvError.bad(field, value, "an int >= 1")
-    if backend not in BACKENDS:
-        raise RingkvError.bad("backend", backend, ", ".join(BACKENDS))
+    check(backend)
     SamplingParams(seed=seed)  # type: ignore[arg-type]
 
 

@@ -76,7 +76,7 @@ def _engine(engine: Engine) -> dict[str, Any]:
     return {
         "model": engine.name,
         "dtype": {"weights": dtype, "compute": dtype, "ring": str(engine.ring.k.dtype).removeprefix("torch.")},
-        "backend": "torch",
+        "backend": engine.backend,
     }
 
 

@@ -7,7 +7,7 @@ know (counts, spans) it mirrors, since every change follows from what it launche
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ class Ring:
         self.counts, self.spans, self.evicted, self.unobserved = (
             np.zeros((model.layers, lanes), dtype=np.int64) for _ in range(4)
         )
-        self._set_running([])
+        self.running: list[int] = []
         names = ("k", "v", "position", "order", "v_range", "queries", "count", "evictions")
         self._views = [
             LayerRing(**{name: getattr(self, name)[layer] for name in names}, seen=self.seen, active=self.active)
@@ -116,21 +116,15 @@ class Ring:
     def start(self, lane: int, seen: int) -> None:
         """Let a prefilled lane take part in the steps."""
         self.seen[lane] = seen
-        self._set_running([*self.running, lane])
+        self._run(lane, True)
 
     def stop(self, lane: int) -> None:
         """Keep a lane out of the steps; nothing of it is written any more."""
-        self._set_running([each for each in self.running if each != lane])
+        self._run(lane, False)
 
-    def _set_running(self, lanes: Iterable[int]) -> None:
-        self.running = sorted(set(lanes))
-        self.active.zero_()
-        self._lanes: Tensor | None = None
-        if len(self.running) == self.lanes:
-            self.active.fill_(True)
-        elif self.running:
-            self._lanes = torch.tensor(self.running, device=self.active.device)
-            self.active[self._lanes] = True
+    def _run(self, lane: int, runs: bool) -> None:
+        self.active[lane] = runs
+        self.running = sorted({*self.running, lane} if runs else {*self.running} - {lane})
 
     # -- one token a lane ------------------------------------------------------------------------------------------
 
@@ -139,7 +133,9 @@ class Ring:
         if runs_triton(self.k):
             self._places = [None] * self.layers
             return
-        lanes = self._lanes
+        lanes = None
+        if len(self.running) < self.lanes:
+            lanes = torch.tensor(self.running, dtype=torch.int64, device=self.active.device)
         rows, query_rows = places(self.order, self.count, self.seen, self.heads, self.config.window, lanes)
         seen = self.seen if lanes is None else self.seen[lanes]
         marks = seen[:, None].expand(-1, self.kv_heads).flatten().to(torch.int32)
@@ -326,7 +322,7 @@ class Ring:
         self.sample[target] = sample
         for mirror in (self.counts, self.spans, self.evicted, self.unobserved):
             mirror[:, target] = mirror[:, source]
-        self._set_running([*self.running, target])
+        self._run(target, True)
 
     # -- the invariants --------------------------------------------------------------------------------------------
 

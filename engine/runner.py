@@ -39,6 +39,12 @@ class Drawn:
     top_ids: list[list[int]] | None = None
     top_logprobs: list[list[float]] | None = None
 
+    @classmethod
+    def of(cls, fields: Sequence[Tensor | None]) -> Drawn:
+        """From tensors in the order of the fields; reads them."""
+        values: list[Any] = [None if field is None else field.tolist() for field in fields]
+        return cls(*values)
+
     def logprob(self, row: int, k: int) -> dict[str, Any] | None:
         """{id, logprob, top: [[id, logprob] x k]} of a row; None where it was not computed."""
         if self.logprobs is None or self.top_ids is None or self.top_logprobs is None:
@@ -91,13 +97,13 @@ class Runner:
         """Draw a prefilled lane's first token from its logits [1, V]."""
         token, forced = self._next(logits, [lane])
         self.ring.next_token[lane] = token[0]
-        return self._drawn(token, forced, logits)
+        return Drawn.of(self._outcome(token, forced, logits))
 
     @torch.inference_mode()
     def step(self) -> Drawn:
         """One token for every running lane, by lane."""
         logits = self.forward(self.ring.next_token)
-        return self._drawn(*self._draw(logits), logits)
+        return Drawn.of(self._outcome(*self._draw(logits), logits))
 
     latency = 0  # steps that may be launched before the tokens of one are read
 
@@ -127,14 +133,15 @@ class Runner:
         self.sampler.note(token, lanes)
         return token, forced
 
-    def _drawn(self, token: Tensor, forced: Tensor | None, logits: Tensor) -> Drawn:
-        ids, flags, k = token.tolist(), None if forced is None else forced.tolist(), self.sampler.logprobs
+    def _outcome(self, token: Tensor, forced: Tensor | None, logits: Tensor) -> list[Tensor | None]:
+        """The fields of ``Drawn``, on the device."""
+        k = self.sampler.logprobs
         if k is None:
-            return Drawn(ids, flags)
+            return [token, forced]
         logprob = logits.log_softmax(-1)
         top = logprob.topk(k, sorted=True)
         own = logprob.gather(1, token.clamp(min=0)[:, None])[:, 0]
-        return Drawn(ids, flags, own.tolist(), top.indices.tolist(), top.values.tolist())
+        return [token, forced, own, top.indices, top.values]
 
     @torch.inference_mode()
     def forward(self, token: Tensor) -> Tensor:

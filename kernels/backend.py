@@ -66,14 +66,19 @@ def use(backend: str) -> Iterator[None]:
         _choice.reset(token)
 
 
+def check(backend: object) -> None:
+    """Refuse what names no path."""
+    if backend not in BACKENDS:
+        raise RingkvError.bad("backend", backend, ", ".join(BACKENDS))
+
+
 def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The path "torch" or "triton" of an engine on this device, computing in this dtype.
 
     Raises:
         RingkvError: "triton" where it cannot run.
     """
-    if backend not in BACKENDS:
-        raise RingkvError.bad("backend", backend, ", ".join(BACKENDS))
+    check(backend)
     if backend == "triton":
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise RingkvError("backend: 'triton' needs a GPU, the device is cpu; accepted are auto and torch")

@@ -1,0 +1,150 @@
+"""A captured step, with an eager stand-in for the graph: the eager completions, and no read on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ringkv import Engine, RingConfig, SamplingParams
+from ringkv.engine.graph import GraphRunner
+from ringkv.engine.ring import Ring
+from ringkv.engine.runner import Runner
+from ringkv.engine.sampling import Sampler
+from ringkv.engine.steering import Steering
+from ringkv.models.decoder import Decoder
+from tiny import tiny_config, tiny_decoder, tiny_weights
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+TAGS = (5, 6)
+
+
+def eager_graph(step):
+    """Like a graph: it writes the same tensors each time, so what was not copied away in time is lost."""
+    outputs = [each.clone() for each in step()]
+
+    def replay():
+        for output, new in zip(outputs, step(), strict=True):
+            output.copy_(new)
+        return outputs
+
+    return replay
+
+
+def engines(policy, lanes=3, retention="refreekv"):
+    """The same engine with an eager runner, and with a captured one."""
+    config = tiny_config("qwen3", layers=2)
+    weights = tiny_weights(config, torch.float32)
+    for captured in (False, True):
+        ring = RingConfig(40, 8, policy, retention)
+        engine = Engine(tiny_decoder(config, weights), ring=ring, lanes=lanes)
+        parts = engine.model, engine.ring
+        steering = Steering(lanes, TAGS, CPU)
+        if captured:
+            engine._runner = GraphRunner(*parts, Sampler(lanes, 97, CPU, static=True), steering, eager_graph)
+        else:
+            engine._runner = Runner(*parts, Sampler(lanes, 97, CPU), steering)
+        yield engine
+
+
+def without_times(done):
+    return {name: value for name, value in dataclasses.asdict(done).items() if name != "timing"}
+
+
+@pytest.mark.parametrize("policy", ["vase-attnv", "h2o"])
+def test_completions_are_the_eager_runners(policy):
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(97, (n,), generator=generator).tolist() for n in (3, 60, 17, 1, 90, 30, 12)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=120),
+        SamplingParams(temperature=1, top_k=20, top_p=0.9, seed=1, max_tokens=60, logprobs=3),
+        SamplingParams(temperature=2, min_p=0.05, seed=2, max_tokens=1),
+        SamplingParams(temperature=1, top_p=1, seed=3, max_tokens=90, repetition_penalty=1.3, presence_penalty=0.4),
+        SamplingParams(temperature=1.5, seed=4, max_tokens=200, stop_token_ids=[11, 12, 13], min_tokens=40),
+        SamplingParams(temperature=1, seed=5, max_tokens=2, logit_bias={7: 100}),
+        SamplingParams(temperature=0.7, seed=6, max_tokens=150, n=2),
+    ]
+    eager, captured = (engine.generate(prompts, params) for engine in engines(policy))
+    assert [without_times(done) for done in eager] == [without_times(done) for done in captured]
+    assert max(done.ring["evictions"] for done in captured) > 10
+    assert captured[3].finish_reason == "length"
+
+
+def test_a_row_that_is_not_finite_ends_its_request_alone():
+    results = []
+    for engine in engines("streaming"):
+        engine.model.embedding[96] = torch.nan
+        params = [SamplingParams(temperature=0, max_tokens=40, logit_bias=bias) for bias in (None, {96: 1000}, None)]
+        results.append([without_times(done) for done in engine.generate([[1, 2], [3, 4], [5, 6]], params)])
+    assert results[0] == results[1]
+    assert [done["finish_reason"] for done in results[0]] == ["length", "error", "length"]
+
+
+@pytest.mark.parametrize("policy", ["vase-attnv", "streaming"])
+def test_cancel_and_a_second_call_leave_no_trace(policy):
+    first, second = ([1, 2, 3], SamplingParams(seed=1, max_tokens=60)), ([4, 5], SamplingParams(seed=2, max_tokens=60))
+    for engine in engines(policy, lanes=1):
+        wanted = [without_times(engine.generate(*each)) for each in (first, second)]
+        stream = engine.stream(*first)
+        for _ in range(20):
+            next(stream)
+        stream.close()
+        assert [without_times(engine.generate(*each)) for each in (second, first)] == wanted[::-1]
+
+
+class NoReads(TorchDispatchMode):
+    """Fails where a shape or a branch of the host would hang on what the device computed."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "item")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        indices = [index for arg in args if isinstance(arg, (list, tuple)) for index in arg]
+        by_mask = name.startswith("index") and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices
+        )
+        if name.startswith(self.READS) or by_mask:
+            raise AssertionError(f"the step reads the device: {function}")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", ["vase-attnv", "vase-dkv", "rkv", "h2o", "tova"])
+def test_a_step_with_evictions_reads_nothing(policy):
+    *_, engine = engines(policy, lanes=2)
+    runner, ring = engine._runner, engine.ring
+    for lane in range(2):
+        ring.reset(lane, seed=lane)
+        runner.first(lane, runner.prefill(lane, [lane + 1, 2, 3]))
+    with NoReads():
+        for _ in range(2):
+            runner.launch()
+    for _ in range(60):
+        runner.collect()
+        with NoReads():
+            runner.launch()
+    assert ring.evicted.min() > 1
+    ring.check_integrity()
+    with pytest.raises(AssertionError, match="reads the device"), NoReads():
+        ring.k[ring.position > 3]
+    with pytest.raises(AssertionError, match="reads the device"), NoReads():
+        bool(ring.seen[0] > 1)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_a_step_runs_on_the_meta_device_where_any_read_raises(static):
+    config = tiny_config("qwen3")
+    ring = Ring(config, RingConfig(40, 8), 2, META, torch.float32)
+    sampler = Sampler(2, 97, META, static=static)
+    runner = Runner(Decoder(config, META, torch.float32), ring, sampler, Steering(2, TAGS, META))
+    for lane in range(2):
+        ring.start(lane, 40)
+    ring.counts[:] = 47
+    token, forced, logits = runner.device_step()
+    ring.settle()
+    assert token.shape == forced.shape == (2,)
+    assert logits.shape == (2, 97)
+    assert (ring.evicted == 1).all()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        token.tolist()
