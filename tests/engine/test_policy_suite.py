@@ -56,6 +56,8 @@ def pairwise(factors: dict[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
 
 
 ROWS = pairwise(FACTORS)
+# A third factor matters here: a retained set with a gap that still has to be ranked down.
+ROWS += [(10 * BUDGET, policy, "llama", 2, "refreekv:threshold=0.05", 0) for policy in EVICTING]
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:

@@ -244,7 +244,7 @@ def test_readme_example(table):
     block = re.search(r"^#+ Add your own policy$.*?^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
     assert block, "README.md: no python block under 'Add your own policy'"
     names: dict[str, object] = {"__name__": "readme"}
-    exec(block[1], names)
+    exec(compile(block[1], "README.md", "exec", dont_inherit=True), names)
     (name,) = set(POLICIES) - set(table_before := [row["name"] for row in policy_table()][:11])
     ring = names["ring"]
     assert isinstance(ring, RingConfig)
