@@ -141,7 +141,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         budgets = [int(budget) for budget in row]
         means = [statistics.fmean(values) for values in row.values()]
         errors = [statistics.stdev(values) if len(values) > 1 else 0 for values in row.values()]
-        axes.errorbar(budgets, means, errors, marker=markers[i % len(markers)], capsize=3, label=name)
+        style = {"color": f"C{i}" if i < 10 else "black", "marker": markers[i % len(markers)]}
+        axes.errorbar(budgets, means, errors, capsize=3, label=name, **style)
     axes.set_xscale("log", base=2)
     axes.set_xticks(budgets, [str(budget) for budget in budgets])
     axes.minorticks_off()
