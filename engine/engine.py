@@ -26,6 +26,7 @@ from ringkv.kernels.backend import check, resolve, use
 from ringkv.models.checkpoint import Checkpoint
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
+from ringkv.models.linear import can_pack
 from ringkv.models.tokenizer import Tokenizer
 from ringkv.models.weights import StateDictCheckpoint, load_decoder, load_weights, open_checkpoint
 
@@ -44,7 +45,8 @@ class Engine:
         ring: size and policy of the ring.
         lanes: sequences that run at once.
         device: "auto" is the GPU if there is one.
-        dtype: "auto" is the checkpoint's own on a GPU and float32 on a CPU.
+        dtype: "auto" is the checkpoint's own on a GPU; on a CPU "float16", which keeps the weights in half precision
+            and computes in float32 where the processor has such a product, else "float32".
         backend: "torch", "triton" (kernels and a captured step, on a GPU), or "auto": triton where it runs.
         seed: from it and the request's index a seed is drawn for requests without one.
         threads: CPU threads while this engine computes; restored after each step.
@@ -245,7 +247,13 @@ class Engine:
             RingkvError: names or shapes that do not fit; nothing is written then.
         """
         with self._exclusive():
-            load_weights(self.model, StateDictCheckpoint(state_dict, self.model.config))
+            checkpoint = StateDictCheckpoint(state_dict, self.model.config)
+            if self.model.weight_dtype == self.model.dtype:
+                load_weights(self.model, checkpoint)
+            else:
+                fresh = load_decoder(checkpoint, self.model.device, self.model.dtype)
+                fresh.pack()
+                vars(self.model).update(vars(fresh))
 
     def plan(self) -> dict[str, int]:
         """Bytes that this engine holds: weights, ring and scratch."""
@@ -381,9 +389,15 @@ def _load(checkpoint: Checkpoint, device: str, dtype: str) -> Decoder:
         raise RingkvError.bad(
             "device", device, "auto, cpu" + (", cuda" if torch.cuda.is_available() else " (no GPU is found)")
         )
+    config = ModelConfig.from_hf(checkpoint.config)
+    packable = place.type == "cpu" and config.moe is None and can_pack()
     if dtype == "auto":
-        dtype = ModelConfig.from_hf(checkpoint.config).dtype if place.type == "cuda" else "float32"
+        dtype = config.dtype if place.type == "cuda" else "float16" if packable else "float32"
     if dtype not in DTYPES:
         raise RingkvError.bad("dtype", dtype, f"auto, {', '.join(DTYPES)}")
     log.info("running in %s on %s", dtype, place)
+    if dtype == "float16" and packable:
+        decoder = load_decoder(checkpoint, place, torch.float32)
+        decoder.pack()
+        return decoder
     return load_decoder(checkpoint, place, DTYPES[dtype])

@@ -72,10 +72,13 @@ def failure(engine: Engine, error: RingkvError) -> Completion:
 
 
 def _engine(engine: Engine) -> dict[str, Any]:
-    dtype = str(engine.model.dtype).removeprefix("torch.")
+    weights, compute, ring = (
+        str(dtype).removeprefix("torch.")
+        for dtype in (engine.model.weight_dtype, engine.model.dtype, engine.ring.k.dtype)
+    )
     return {
         "model": engine.name,
-        "dtype": {"weights": dtype, "compute": dtype, "ring": str(engine.ring.k.dtype).removeprefix("torch.")},
+        "dtype": {"weights": weights, "compute": compute, "ring": ring},
         "backend": engine.backend,
     }
 

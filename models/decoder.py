@@ -13,6 +13,7 @@ from ringkv.kernels.norm import add_rms_norm
 from ringkv.kernels.rotate import split_rotate
 from ringkv.kernels.silu import silu_mul
 from ringkv.models.config import ModelConfig, MoeConfig
+from ringkv.models.linear import AnyLinear, Linear
 from ringkv.models.moe import SparseMlp
 from ringkv.models.rope import Rope
 
@@ -23,22 +24,11 @@ Angles = tuple[Tensor, Tensor]  # cos, sin [n, D/2] float32
 
 
 @dataclass
-class Linear:
-    """``x @ weight.T + bias``."""
-
-    weight: Tensor  # [out, in]
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-@dataclass
 class Mlp:
     """The gated MLP; gate and up are one product."""
 
-    gate_up: Linear
-    down: Linear
+    gate_up: AnyLinear
+    down: AnyLinear
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(silu_mul(self.gate_up(x)))
@@ -50,9 +40,9 @@ class Layer:
 
     index: int
     input_norm: Tensor
-    qkv: Linear
+    qkv: AnyLinear
     qk_norms: tuple[Tensor, Tensor] | None
-    o: Linear
+    o: AnyLinear
     mlp_norm: Tensor
     mlp: Mlp | SparseMlp
 
@@ -69,6 +59,9 @@ class Decoder:
         config: what to build.
         device, dtype: where the parameters live and what they are; also the type of the activations.
 
+    Attributes:
+        weight_dtype: what the weights are kept in: ``dtype``, or float16 once it is packed.
+
     The parameters are allocated, not set: fill every view of ``destinations()``.
     """
 
@@ -79,11 +72,13 @@ class Decoder:
         self.embedding = self._parameter((config.vocab_size, config.hidden_size), "model.embed_tokens.weight")
         self.layers = [self._layer(index) for index in range(config.layers)]
         self.norm = self._parameter((config.hidden_size,), "model.norm.weight")
-        self.head = Linear(
+        self.head: AnyLinear = Linear(
             self.embedding
             if config.tie_embeddings
             else self._parameter((config.vocab_size, config.hidden_size), "lm_head.weight")
         )
+        self.weight_dtype = dtype
+        self._packed_bytes = 0
 
     def destinations(self) -> dict[str, Tensor]:
         """Every tensor that a checkpoint must hold, by name, with the view that it fills."""
@@ -91,8 +86,28 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters."""
-        return sum(view.nbytes for view in self._destinations.values())
+        """Bytes of all parameters; a packed decoder holds a tied embedding twice, as rows and as a product."""
+        return self._packed_bytes or sum(view.nbytes for view in self._destinations.values())
+
+    def pack(self) -> None:
+        """Keep the weights of the products, and the embedding, in float16; activations stay float32.
+
+        For a float32 decoder whose parameters are set, on a CPU where ``can_pack()``; not for a mixture of experts.
+        The parameters cannot be set again: ``destinations`` has nothing but shapes from here on.
+        """
+        if self.dtype != torch.float32 or self.config.moe is not None:
+            raise ValueError("only a dense decoder in float32 can be packed")
+        norms = [view for name, view in self._destinations.items() if name.endswith("norm.weight")]
+        self._destinations = {name: view.to("meta") for name, view in self._destinations.items()}
+        packed = [self.head.packed()]
+        self.head, self.embedding = packed[0], self.embedding.half()
+        for layer in self.layers:  # one at a time: what it was packed from is freed
+            assert isinstance(layer.mlp, Mlp)
+            layer.qkv, layer.o = layer.qkv.packed(), layer.o.packed()
+            layer.mlp = Mlp(layer.mlp.gate_up.packed(), layer.mlp.down.packed())
+            packed += [layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down]
+        self.weight_dtype = torch.float16
+        self._packed_bytes = sum(each.nbytes for each in (self.embedding, *norms, *packed))
 
     def angles(self, position: Tensor, length: Tensor | int | None = None) -> list[Angles]:
         """What each layer's ``rotate`` takes, for tokens at ``position`` [n] of a text of ``length`` tokens."""
@@ -110,7 +125,7 @@ class Decoder:
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """Token ids [n] -> hidden states after the last norm [n, hidden]."""
         eps = self.config.rms_eps
-        x, delta = F.embedding(ids, self.embedding), None
+        x, delta = F.embedding(ids, self.embedding).to(self.dtype), None
         for layer in self.layers:
             x, h = add_rms_norm(x, delta, layer.input_norm, eps)
             delta = layer.o(attention(layer, layer.qkv(h)))
