@@ -11,6 +11,7 @@ from ringkv.engine.policies import as_policy
 from ringkv.engine.request import Request
 from ringkv.engine.sampling import Sampling
 from ringkv.engine.seeds import effective_seed
+from ringkv.engine.steering import QUEUE
 from ringkv.engine.template import ChatTemplate
 from ringkv.engine.text import IncrementalDecoder, encode_messages
 from ringkv.engine.thinking import ThoughtTags, strip_thought
@@ -51,6 +52,7 @@ class Prompts:
             self.tags = ThoughtTags.detect(tokenizer.chat_template, tokenizer.control_tokens)
         theirs = generation_config.get("eos_token_id")
         ids = theirs if isinstance(theirs, (list, tuple)) else [theirs]
+        self.vocabulary = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.size)
         self.eos_ids = frozenset(id for id in ids if isinstance(id, int)) | frozenset(config.eos_ids)
         if tokenizer is not None:
             self.eos_ids |= frozenset(tokenizer.eos_ids)
@@ -80,6 +82,8 @@ class Prompts:
         else:
             ids = prompt
         if messages is not None:
+            if raw:
+                raise RingkvError("raw: messages need the chat template, which raw mode leaves out; give a text or ids")
             ids = self.encode(messages, params.thinking)
         ids = self.check_ids(ids)
         sampling = Sampling.resolve(params, self.generation_config)
@@ -134,17 +138,25 @@ class Prompts:
             raise RingkvError(f"max_thinking_tokens = {params.max_thinking_tokens}: {why}; accepted is none")
         if tags is None or self.tokenizer is None:
             return {}
+        message = self.tokenizer.encode(params.thinking_message, control=False)
+        if len(message) >= QUEUE:
+            raise RingkvError(f"thinking_message: {len(message)} tokens; accepted are up to {QUEUE - 1}")
         return {
             "tags": tags,
             "inside_thought": tags.begins_inside(ids, self.tokenizer.decode),
-            "closing_message": self.tokenizer.encode(params.thinking_message, control=False),
+            "closing_message": message,
             "warnings": ["temperature 0: a model that thinks falls into loops more easily"] if sampling.greedy else [],
         }
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        for id in (*params.stop_token_ids, *(params.logit_bias or ())):
-            if id >= self.config.vocab_size:
-                raise RingkvError.bad("token id", id, f"0 to {self.config.vocab_size - 1}")
+        if params.stop and self.tokenizer is None:
+            raise RingkvError("stop: this engine has no tokenizer, so no text to look in; use stop_token_ids")
+        if params.logprobs is not None and params.logprobs > self.vocabulary:
+            raise RingkvError.bad("logprobs", params.logprobs, f"0 to {self.vocabulary}")
+        for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            for id in ids:
+                if id >= self.vocabulary:
+                    raise RingkvError.bad(f"{field}: token id", id, f"0 to {self.vocabulary - 1}")
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
 
     def _need_tokenizer(self) -> Tokenizer:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringkv.errors import RingkvError
 from ringkv.kernels.steer import AFTER, BEFORE, IDLE, INSIDE, NEXT, steer
 
 QUEUE = 256  # tokens of a closing message, its close id included
@@ -35,8 +34,7 @@ class Steering:
         if self.tags is None:
             return
         closing = [*message, self.tags[1]]
-        if len(closing) > QUEUE:
-            raise RingkvError(f"thinking_message: {len(message)} tokens; accepted are up to {QUEUE - 1}")
+        assert len(closing) <= QUEUE
         self.queue[lane, : len(closing)] = torch.tensor(closing, device=self.queue.device)
         self.length[lane] = len(closing)
         self.phase[lane] = INSIDE if inside else BEFORE

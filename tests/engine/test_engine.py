@@ -344,6 +344,11 @@ def test_past_max_position_embeddings():
     assert engine.generate(prompt(10), params(max_tokens=54)).warnings == []
 
 
+def test_stop_strings_need_a_tokenizer():
+    with pytest.raises(RingkvError, match="stop: this engine has no tokenizer"):
+        tiny_engine().generate(prompt(3), params(stop="END"))
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

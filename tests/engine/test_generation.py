@@ -123,6 +123,30 @@ def test_a_model_without_thoughts_refuses_a_budget():
     assert engine.generate("Hi", SamplingParams(max_tokens=2)).thinking is None
 
 
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        (SamplingParams(thinking_message="x" * 256), "thinking_message: 256 tokens; accepted are up to 255"),
+        (SamplingParams(stop_token_ids=[9999]), "stop_token_ids: token id = 9999: accepted is 0 to"),
+        (SamplingParams(logit_bias={261: 1.0}), "logit_bias: token id = 261: accepted is 0 to 259"),
+        (SamplingParams(logprobs=10**6), "logprobs = 1000000: accepted is 0 to"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(params, message):
+    engine = Script(lambda _: [A], byte_tokenizer(OPENING)).engine
+    with pytest.raises(RingkvError) as error:
+        engine.generate("Hi", params)
+    assert message in str(error.value)
+    assert engine.generate("Hi", SamplingParams(thinking_message="x" * 255, max_tokens=2)).completion_tokens == 2
+
+
+def test_raw_mode_takes_texts_only():
+    engine = Script(lambda _: [A]).engine
+    assert engine.generate("<think>", SamplingParams(max_tokens=1), raw=True).prompt_tokens == 1
+    with pytest.raises(RingkvError, match="raw: messages need the chat template"):
+        engine.generate([{"role": "user", "content": "Hi"}], raw=True)
+
+
 def test_earlier_thoughts_are_not_rendered_again():
     engine = Script(lambda _: [A]).engine
     history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>secret</think>\n\nYes."}]

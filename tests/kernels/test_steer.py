@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringkv.engine.steering import Steering
-from ringkv.errors import RingkvError
 
 OPEN, CLOSE, CPU = 1, 2, torch.device("cpu")
 
@@ -71,8 +70,3 @@ def test_a_row_that_is_not_finite_stays_marked():
     steering.set(0, True, 0, [])
     assert steering.apply(torch.tensor([-1]))[0].item() == -1
     assert steering.apply(torch.tensor([5]))[0].item() == CLOSE
-
-
-def test_a_message_that_is_too_long_is_refused():
-    with pytest.raises(RingkvError, match=r"thinking_message: 256 tokens; accepted are up to 255"):
-        Steering(1, (OPEN, CLOSE), CPU).set(0, True, 1, [5] * 256)
