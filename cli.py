@@ -286,13 +286,27 @@ def score(
 
 @app.command()
 @with_options
-def chat(options: Options) -> None:
+def chat(
+    options: Options,
+    show_thinking: Annotated[
+        bool | None,
+        _option("Show thoughts (in a terminal, not in a pipe).", OUTPUT, "--show-thinking/--hide-thinking"),
+    ] = None,
+) -> None:
     """Hold a conversation. /help lists the commands; Ctrl-C stops an answer, and leaves at the prompt."""
-    from ringkv.console import run_chat
+    from ringkv.engine.chat import ChatSession
+    from ringkv.terminal import Terminal
 
+    if options.raw:
+        raise RingkvError("--raw: a chat needs the chat template; ringkv generate --raw takes a text as it is")
     params = options.params()
+    shown = sys.stdout.isatty() if show_thinking is None else show_thinking
     with options.engine(1) as engine:
-        run_chat(engine, params, options.system, options.stats, lambda: interrupt_cancels(engine))
+        session = ChatSession(engine, params, options.system, show_thinking=shown)
+        terminal = Terminal(session, lambda: interrupt_cancels(engine), stats=options.stats, quiet=options.quiet)
+        failed = terminal.run()
+    if failed and not terminal.typed:
+        raise typer.Exit(1)
 
 
 @app.command()

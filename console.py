@@ -1,11 +1,10 @@
-"""What the command line draws: summaries, tables, the chat."""
+"""What the command line draws: summaries, tables, progress."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -13,8 +12,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ringkv.engine.completion import Completion
-from ringkv.engine.config import SamplingParams
-from ringkv.engine.engine import Engine
 from ringkv.engine.jobs import Status
 
 
@@ -114,43 +111,3 @@ def print_policies(rows: list[dict[str, Any]]) -> None:
         fields = ", ".join(f"{name}={default}" for name, default in row["params"].items())
         table.add_row(row["name"], fields or "-", row["keeps"], row["source"])
     Console(highlight=False, markup=False).print(table)
-
-
-def run_chat(
-    engine: Engine,
-    params: SamplingParams,
-    system: str | None,
-    stats: bool,
-    interruptible: Callable[[], AbstractContextManager[list[int]]],
-) -> None:
-    """Turns until end of input or /quit. The template is rendered anew each turn."""
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    start = len(messages)
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        if line in ("/quit", "/exit"):
-            return
-        if line == "/reset":
-            del messages[start:]
-        elif line == "/help":
-            print("/reset starts over, /quit leaves; Ctrl-C stops an answer")
-        elif line.startswith("/"):
-            print(f"{line.split()[0]} is no command (/help lists them); it was not sent")
-        elif line:
-            messages.append({"role": "user", "content": line})
-            with interruptible():
-                for event in engine.stream(messages, params):
-                    if event.channel == "answer":
-                        print(event.text, end="", flush=True)
-            done = event.completion
-            assert done is not None
-            print()
-            messages.append({"role": "assistant", "content": done.text})
-            if stats:
-                print_stats(done)
-            else:
-                print(summary(done), file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,19 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_checkpoint(tiny_checkpoint: TinyCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny checkpoint with a byte-level tokenizer and a chat template. Copy it before changing it."""
+    from scripted import TEMPLATE, byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    folder = tmp_path_factory.mktemp("chat") / "tiny"
+    shutil.copytree(tiny_checkpoint("qwen3", vocab_size=tokenizer.size + 3, eos_token_id=tokenizer.eos_ids[0]), folder)
+    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE}))
+    return folder
 
 
 def _save(folder: Path, family: str, dtype: str, seed: int, shard_size: str, config: dict[str, Any]) -> None:

@@ -30,19 +30,8 @@ def run(*arguments, input=None, cwd=None, env=None):
 
 
 @pytest.fixture(scope="module")
-def tiny(tiny_checkpoint, tmp_path_factory):
-    """A tiny checkpoint with a byte-level tokenizer and a chat template."""
-    from scripted import TEMPLATE, byte_tokenizer
-
-    folder = tmp_path_factory.mktemp("cli") / "tiny"
-    tokenizer = byte_tokenizer()
-    source = tiny_checkpoint("qwen3", vocab_size=tokenizer.size + 3, eos_token_id=tokenizer.eos_ids[0])
-    folder.mkdir()
-    for file in source.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    tokenizer._backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE}))
-    return folder
+def tiny(tiny_chat_checkpoint):
+    return tiny_chat_checkpoint
 
 
 def test_generate_streams_text_to_stdout_and_a_summary_to_stderr(tiny):
