@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ringkv.engine.policies import Policy, as_policy
 from ringkv.engine.retention import Retention, as_retention
@@ -20,7 +20,8 @@ class RingConfig:
     """The KV ring: its size, and what stays in it.
 
     Attributes:
-        budget: tokens kept a KV head right after an eviction.
+        budget: tokens kept a KV head right after an eviction; "auto": the engine takes the largest that fits the
+            memory, up to 16384.
         window: the most recent tokens, never evicted; also how many victims one eviction takes.
         policy: which tokens leave: a name, ``"name:field=value,..."``, or a ``Policy``.
         retention: what of a prompt enters: ``"refreekv"``, ``"all"``, the same with fields, or an object. ``full``
@@ -32,7 +33,7 @@ class RingConfig:
         RingkvError: a value that is not accepted, by name.
     """
 
-    budget: int = 4096
+    budget: int | Literal["auto"] = 4096
     window: int = 64
     policy: str | Policy = "vase-attnv"
     retention: str | Retention | None = None
@@ -40,7 +41,8 @@ class RingConfig:
     pin: str = "none"
 
     def __post_init__(self) -> None:
-        for field, least in (("budget", 1), ("window", 1), ("sinks", 0)):
+        check_count("budget", self.budget)
+        for field, least in (("window", 1), ("sinks", 0)):
             _check_int(field, getattr(self, field), least)
         if self.pin not in PINS:
             raise RingkvError.bad("pin", self.pin, ", ".join(PINS))
@@ -53,17 +55,29 @@ class RingConfig:
             raise RingkvError(f"retention = {retention.name!r} with policy {policy.name!r}: accepted is 'all'")
         object.__setattr__(self, "policy", policy)
         object.__setattr__(self, "retention", retention)
-        if policy.evicts:
+        if policy.evicts and self.budget != "auto":
             self.check_protected(self.sinks, "sinks")
 
     @property
     def capacity(self) -> int:
         """Slots a KV head: budget + window."""
-        return self.budget + self.window
+        return self.kept + self.window
+
+    @property
+    def kept(self) -> int:
+        """The budget as a number; an engine has chosen it where it was "auto"."""
+        if isinstance(self.budget, str):
+            raise RingkvError("budget = 'auto': an engine chooses it; a ring needs an int")
+        return self.budget
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget that leaves something to evict; 1 where nothing is evicted."""
+        return self.sinks + self.window + 1 if as_policy(self.policy).evicts else 1
 
     def check_protected(self, protected: int, what: str) -> None:
         """Refuse a protected head of the text that leaves no candidate to evict."""
-        if protected + self.window >= self.budget:
+        if protected + self.window >= self.kept:
             raise RingkvError(
                 f"{what} ({protected}) + window ({self.window}) = {protected + self.window} is not below budget "
                 f"({self.budget}): nothing would be left to evict; raise budget or lower window"
@@ -181,6 +195,12 @@ class SamplingParams:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_count(field: str, value: object) -> None:
+    """Refuse what is neither an int >= 1 nor "auto"."""
+    if value != "auto" and not (_is_int(value) and value >= 1):  # type: ignore[operator]
+        raise RingkvError.bad(field, value, "an int >= 1 or 'auto'")
 
 
 def _check_int(field: str, value: object, least: int) -> None:

@@ -7,15 +7,16 @@ import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ringkv.engine.completion import Completion, StreamEvent
-from ringkv.engine.config import RingConfig, SamplingParams
+from ringkv.engine.config import RingConfig, SamplingParams, check_count
 from ringkv.engine.graph import make_runner
 from ringkv.engine.loop import Loop
+from ringkv.engine.plan import settle
 from ringkv.engine.prompts import Prompt, Prompts
 from ringkv.engine.report import completion, failure
 from ringkv.engine.request import Generation, Request
@@ -43,7 +44,7 @@ class Engine:
         tokenizer: needed for text; without one, prompts are token ids and results hold ids only.
         config: for a state dict: a ``ModelConfig`` or the keys of config.json.
         ring: size and policy of the ring.
-        lanes: sequences that run at once.
+        lanes: sequences that run at once; "auto": as many as fit the memory, up to 16 (see ``plan.settle``).
         device: "auto" is the GPU if there is one.
         dtype: "auto" is the checkpoint's own on a GPU; on a CPU "float16", which keeps the weights in half precision
             and computes in float32 where the processor has such a product, else "float32".
@@ -64,7 +65,7 @@ class Engine:
         *,
         config: ModelConfig | Mapping[str, Any] | None = None,
         ring: RingConfig | None = None,
-        lanes: int = 1,
+        lanes: int | Literal["auto"] = 1,
         device: str = "auto",
         dtype: str = "auto",
         backend: str = "auto",
@@ -78,7 +79,8 @@ class Engine:
         if not isinstance(model, Decoder):
             if config is None:
                 raise RingkvError("config: a state dict needs its config, a ModelConfig or the keys of config.json")
-            model = _load(StateDictCheckpoint(model, config), device, dtype)
+            model, ring, lanes = _load(StateDictCheckpoint(model, config), device, dtype, ring, lanes)
+        ring, lanes = settle(model.config, ring, lanes, model.dtype, model.device, loaded=True)
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.lanes, self.seed, self.threads = lanes, seed, threads
         self.generation_config = dict(generation_config or {})
@@ -102,7 +104,7 @@ class Engine:
         model: str | os.PathLike[str] = "smollm2",
         *,
         ring: RingConfig | None = None,
-        lanes: int = 1,
+        lanes: int | Literal["auto"] = 1,
         device: str = "auto",
         dtype: str = "auto",
         backend: str = "auto",
@@ -117,8 +119,9 @@ class Engine:
         """
         _check_options(lanes, backend, seed, threads)
         checkpoint = open_checkpoint(model, revision=revision)
+        decoder, ring, lanes = _load(checkpoint, device, dtype, ring or RingConfig(), lanes)
         return cls(
-            _load(checkpoint, device, dtype),
+            decoder,
             checkpoint.tokenizer(),
             ring=ring,
             lanes=lanes,
@@ -369,16 +372,33 @@ def _one(params: object) -> SamplingParams:
 
 
 def _check_options(lanes: object, backend: object, seed: object, threads: object) -> None:
-    for field, value, optional in (("lanes", lanes, False), ("threads", threads, True)):
-        if value is None and optional:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise RingkvError.bad(field, value, "an int >= 1")
+    check_count("lanes", lanes)
+    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+        raise RingkvError.bad("threads", threads, "an int >= 1")
     check(backend)
     SamplingParams(seed=seed)  # type: ignore[arg-type]
 
 
-def _load(checkpoint: Checkpoint, device: str, dtype: str) -> Decoder:
+def _load(
+    checkpoint: Checkpoint, device: str, dtype: str, ring: RingConfig, lanes: int | str
+) -> tuple[Decoder, RingConfig, int]:
+    """The decoder, and the ring and lanes that fit beside it: this is settled before a weight is read."""
+    config = ModelConfig.from_hf(checkpoint.config)
+    place, number, packs = placed(config, device, dtype)
+    ring, lanes = settle(config, ring, lanes, number, place, packed=packs)
+    log.info("running in %s on %s, budget %s, %s lanes", dtype, place, ring.budget, lanes)
+    decoder = load_decoder(checkpoint, place, number)
+    if packs:
+        decoder.pack()
+    return decoder, ring, lanes
+
+
+def placed(config: ModelConfig, device: str, dtype: str) -> tuple[torch.device, torch.dtype, bool]:
+    """Where and in which type a model runs, and whether its weights alone are packed to float16.
+
+    Raises:
+        RingkvError: a device or a type that is not there.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -389,15 +409,10 @@ def _load(checkpoint: Checkpoint, device: str, dtype: str) -> Decoder:
         raise RingkvError.bad(
             "device", device, "auto, cpu" + (", cuda" if torch.cuda.is_available() else " (no GPU is found)")
         )
-    config = ModelConfig.from_hf(checkpoint.config)
     packable = place.type == "cpu" and config.moe is None and can_pack()
     if dtype == "auto":
         dtype = config.dtype if place.type == "cuda" else "float16" if packable else "float32"
     if dtype not in DTYPES:
         raise RingkvError.bad("dtype", dtype, f"auto, {', '.join(DTYPES)}")
-    log.info("running in %s on %s", dtype, place)
-    if dtype == "float16" and packable:
-        decoder = load_decoder(checkpoint, place, torch.float32)
-        decoder.pack()
-        return decoder
-    return load_decoder(checkpoint, place, DTYPES[dtype])
+    packs = dtype == "float16" and packable
+    return place, torch.float32 if packs else DTYPES[dtype], packs

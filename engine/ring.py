@@ -204,7 +204,7 @@ class Ring:
             sample=self.sample[lane],
             eviction=self.evictions[layer, lane].long() + 1,
             window=self.config.window,
-            budget=self.config.budget,
+            budget=self.config.kept,
             sinks=self.config.sinks,
             pin=self.pin[lane],
             scratch=self.scratch,
@@ -257,9 +257,9 @@ class Ring:
             state = self.state.checked(fresh, self.policy.observe(live))
         if self.policy.evicts and slot.shape[1] >= config.capacity:
             live = self._prompt(layer, lane, slot, q[-config.window :], keys, values, v_range, state)
-            victim = lowest(priorities(self.policy, live), live.protected, slot.shape[1] - config.budget)[0]
+            victim = lowest(priorities(self.policy, live), live.protected, slot.shape[1] - config.kept)[0]
             kept_first = partition(torch.cat((victim, torch.zeros_like(victim[:, : config.window])), dim=-1))
-            slot = slot.gather(1, kept_first[:, : config.budget])
+            slot = slot.gather(1, kept_first[:, : config.kept])
         c = slot.shape[1]
         rows = slot[..., None].expand(-1, -1, keys.shape[-1])
         self.k[layer, lane, :, :c] = keys.gather(1, rows)
@@ -306,7 +306,7 @@ class Ring:
             sample=torch.zeros_like(self.sample[lane, None]),
             eviction=torch.zeros_like(self.seed[lane, None]),
             window=config.window,
-            budget=config.budget,
+            budget=config.kept,
             sinks=config.sinks,
             pin=self.pin[lane, None],
             scratch=self.scratch,
