@@ -21,7 +21,7 @@ from ringkv.errors import RingkvError
 
 if TYPE_CHECKING:
     from ringkv.engine.completion import Completion
-    from ringkv.engine.config import SamplingParams
+    from ringkv.engine.config import RingConfig, SamplingParams
     from ringkv.engine.engine import Engine
 
 app = typer.Typer(
@@ -41,6 +41,11 @@ def _option(help: str, panel: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
 
 
+def _count(given: str | int) -> int | str:
+    """An int, or the text: "auto", or what the engine refuses by name."""
+    return int(given) if str(given).isdecimal() else given
+
+
 @dataclass(frozen=True)
 class Options:
     """What generate and chat share; None leaves the choice to the checkpoint or the engine's default."""
@@ -54,7 +59,9 @@ class Options:
     backend: Annotated[str, _option("auto, torch or triton.", MACHINE)] = "auto"
     threads: Annotated[int | None, _option("CPU threads.", MACHINE)] = None
 
-    budget: Annotated[int | None, _option("Tokens kept a KV head after an eviction (4096).", RING)] = None
+    budget: Annotated[
+        Any, _option("Tokens kept a KV head after an eviction (4096); auto: what fits.", RING, parser=_count)
+    ] = None
     window: Annotated[int | None, _option("Most recent tokens, never evicted; victims an eviction (64).", RING)] = None
     policy: Annotated[
         str | None, _option("What leaves: a name or name:field=value,... (vase-attnv; see `ringkv policies`).", RING)
@@ -88,12 +95,17 @@ class Options:
         """The named options that were given."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-    def engine(self, lanes: int) -> Engine:
-        """Load what these options name."""
+    def ring(self) -> RingConfig:
+        """The ring that these options name."""
         from ringkv.engine.config import RingConfig
+
+        return RingConfig(**self.given("budget", "window", "policy", "retention", "sinks", "pin"))
+
+    def engine(self, lanes: Any) -> Engine:
+        """Load what these options name."""
         from ringkv.engine.engine import Engine
 
-        ring = RingConfig(**self.given("budget", "window", "policy", "retention", "sinks", "pin"))
+        ring = self.ring()
         machine = self.given("device", "dtype", "backend", "revision", "threads", "seed")
         return Engine.from_pretrained(self.model, ring=ring, lanes=lanes, **machine)
 
@@ -195,7 +207,10 @@ def generate(
         bool, _option("With --input: generate failed rows again.", OUTPUT, "--retry-errors")
     ] = False,
     n: Annotated[int, _option("Samples of each prompt (1).", SAMPLING, "-n")] = 1,
-    lanes: Annotated[int | None, _option("Sequences that run at once (1; for a file of prompts 4).", MACHINE)] = None,
+    lanes: Annotated[
+        Any,
+        _option("Sequences that run at once (1; for a file of prompts 4); auto: what fits.", MACHINE, parser=_count),
+    ] = None,
     json: Annotated[bool, _option("Print the completion as JSON.", OUTPUT, "--json")] = False,
 ) -> None:
     """Generate from one prompt, streaming the text to stdout, or from a file of prompts."""
@@ -203,12 +218,12 @@ def generate(
     if input is not None or output is not None:
         if input is None or output is None or prompt is not None or prompt_file is not None:
             raise RingkvError("--input and --output: both are needed for a file of prompts, and no other prompt")
-        _run_file(options, params, input, output, retry_errors, lanes or 4)
+        _run_file(options, params, input, output, retry_errors, 4 if lanes is None else lanes)
         return
     messages: Any = _prompt(prompt, prompt_file)
     if options.system is not None:
         messages = [{"role": "system", "content": options.system}, {"role": "user", "content": messages}]
-    with options.engine(lanes or 1) as engine, interrupt_cancels(engine) as interrupted:
+    with options.engine(1 if lanes is None else lanes) as engine, interrupt_cancels(engine) as interrupted:
         if n > 1:
             results = engine.generate(messages, params, raw=options.raw)
         else:
@@ -226,7 +241,7 @@ def generate(
 
 
 def _run_file(
-    options: Options, params: SamplingParams, input: str, output: str, retry_errors: bool, lanes: int
+    options: Options, params: SamplingParams, input: str, output: str, retry_errors: bool, lanes: Any
 ) -> None:
     """Generate from a file of prompts; the exit code says whether rows failed, or what ended the run."""
     from ringkv.console import job_progress, job_summary
@@ -307,6 +322,33 @@ def chat(
         failed = terminal.run()
     if failed and not terminal.typed:
         raise typer.Exit(1)
+
+
+@app.command()
+@with_options
+def plan(
+    options: Options,
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="As --model takes it.", metavar="[MODEL]", show_default=False)
+    ] = None,
+    prompt: Annotated[int, _option("Tokens of the prompt whose prefill must fit (4096).", RING)] = 4096,
+    lanes: Annotated[Any, _option("Sequences that run at once (1); auto: what fits.", MACHINE, parser=_count)] = 1,
+    memory: Annotated[str | None, _option("To fit into, such as 24GiB; else what is free now.", MACHINE)] = None,
+    json: Annotated[bool, _option("Print a JSON object.", OUTPUT, "--json")] = False,
+) -> None:
+    """What an engine takes of the memory, from the configuration alone: no weight is loaded."""
+    from ringkv.engine.estimate import estimate
+
+    given = options.given("device", "dtype", "revision")
+    figures = estimate(checkpoint or options.model, options.ring(), lanes, prompt=prompt, memory=memory, **given)
+    if json:
+        import json as encoder
+
+        typer.echo(encoder.dumps(figures))
+        return
+    from ringkv.console import print_plan
+
+    print_plan(figures)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -178,6 +178,7 @@ def settle(
     *,
     loaded: bool = False,
     packed: bool = False,
+    free: int | None = None,
 ) -> tuple[RingConfig, int]:
     """Choose what is "auto", and refuse what the free memory cannot hold.
 
@@ -188,11 +189,13 @@ def settle(
     Args:
         dtype: of activations and ring. packed: the products' weights are float16 (see ``Decoder.pack``).
         loaded: the weights are in memory already.
+        free: bytes to fit into; None is what is free on the device.
 
     Raises:
         RingkvError: with the arithmetic.
     """
-    free, planner = free_memory(device), Planner(model, dtype, packed=packed)
+    free = free_memory(device) if free is None else free
+    planner = Planner(model, dtype, packed=packed)
     if loaded:
         planner.weights_bytes = 0
     if "auto" in (ring.budget, lanes):
@@ -279,7 +282,7 @@ class LiveBytes(TorchDispatchMode):
 class _KeepsAll:
     """A retention that takes as much memory as another may, and keeps everything, the most it can."""
 
-    name = "all"
+    name: ClassVar[str] = "all"
 
     def __init__(self, own: Retention, layer: int) -> None:
         self._own, self._layer = own, layer

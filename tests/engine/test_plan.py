@@ -128,7 +128,7 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(monkeypatch):
     with pytest.raises(RingkvError, match=r"^memory: weights .* \+ ring and scratch .*budget 48 .*2 lanes.* are free"):
         settle(config, ring, 2, torch.float32, CPU)
     with pytest.raises(RingkvError, match="memory: "):
-        Engine(tiny_weights(config, torch.float32), config=config, ring=ring, lanes=2)
+        Engine(tiny_weights(config, torch.float32), config=config, ring=ring, lanes=2, dtype="float32")
 
 
 @pytest.mark.parametrize("value", ["many", 0, 1.5, None, True])
