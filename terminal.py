@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 
 from rich.console import Console
 from rich.control import Control
@@ -170,21 +170,22 @@ class Terminal:
     def _answer(self, events: Iterator[StreamEvent], came: list[int]) -> bool:
         """Show an answer as it comes; returns whether it is none of the errors."""
         thought, part, done = 0, "", None
-        for event in events:
-            done = event.completion
-            if came:
-                self.session.engine.cancel(0)
-            if event.channel == THINKING:
-                thought += len(event.token_ids)
-                if not self.session.show_thinking:
-                    self._pass(f"thinking, {thought} tokens")
+        with closing(events):  # type: ignore[type-var]
+            for event in events:
+                done = event.completion
+                if came:
+                    self.session.engine.cancel(0)
+                if event.channel == THINKING:
+                    thought += len(event.token_ids)
+                    if not self.session.show_thinking:
+                        self._pass(f"thinking, {thought} tokens")
+                        continue
+                if not event.text:
                     continue
-            if not event.text:
-                continue
-            if part != event.channel:
-                self._begin(event.channel, thought)
-                part = event.channel
-            self._write(event.text, "dim" if part == THINKING else None)
+                if part != event.channel:
+                    self._begin(event.channel, thought)
+                    part = event.channel
+                self._write(event.text, "dim" if part == THINKING else None)
         assert done is not None
         if not part:
             self._begin("", thought)
