@@ -352,6 +352,36 @@ def plan(
 
 
 @app.command()
+@with_options
+def bench(
+    options: Options,
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="As --model takes it.", metavar="[MODEL]", show_default=False)
+    ] = None,
+    budgets: Annotated[str, _option("Budgets to measure (128,512).", RING)] = "128,512",
+    lanes: Annotated[str, _option("Numbers of lanes to measure (1,4).", MACHINE)] = "1,4",
+    policies: Annotated[str, _option("Policies to measure (vase-attnv).", RING)] = "vase-attnv",
+    tokens: Annotated[int, _option("Tokens that each lane generates (96).", SAMPLING)] = 96,
+    prompt: Annotated[int, _option("Tokens of the prompt (128).", SAMPLING)] = 128,
+) -> None:
+    """Measure speed beside the least time that memory allows; the last line is JSON."""
+    import json as encoder
+
+    from ringkv.console import print_bench
+    from ringkv.engine.measure import bench as measure
+
+    counts = [[_count(each.strip()) for each in text.split(",")] for text in (budgets, lanes)]
+    chosen = dataclasses.replace(options, model=checkpoint or options.model, budget=None, policy=None)
+    with chosen.engine(1) as engine:
+        names = [name.strip() for name in policies.split(",")]
+        sizes: dict[str, Any] = {"prompt": prompt, "tokens": tokens, "window": engine.ring.config.window}
+        rows = list(measure(engine, *counts, names, **sizes))  # type: ignore[arg-type]
+        about = {"bench": "ringkv", "model": engine.name, "device": str(engine.model.device), **sizes}
+    print_bench(rows)
+    typer.echo(encoder.dumps({**about, "rows": rows}))
+
+
+@app.command()
 def policies(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """List the eviction policies: hyperparameters with their defaults, paper, what stays."""
     with reporting(debug=False):

@@ -136,6 +136,27 @@ def print_plan(figures: dict[str, Any]) -> None:
         )
 
 
+def print_bench(rows: list[dict[str, Any]]) -> None:
+    """What a step must read and its floor, and then what was measured, on stdout."""
+    console = Console(highlight=False, markup=False)
+    head = ("policy", "budget", "lanes")
+    card = Table(*head, "MB a step", "GB/s", "floor ms", box=None, pad_edge=False)
+    table = Table(
+        *(*head, "prefill tok/s", "first ms", "early ms", "late ms", "tok/s", "GB/s", "of floor", "evicted"),
+        box=None,
+        pad_edge=False,
+    )
+    for row in rows:
+        own = (row["policy"], str(row["budget"]), str(row["lanes"]))
+        cost = (row["step_bytes"] / 1e6, row["bandwidth_gb_s"], row["floor_ms"])
+        card.add_row(*own, *(f"{value:.1f}" for value in cost))
+        names = ("prefill_tok_s", "first_token_ms", "early_ms", "late_ms", "tok_s", "achieved_gb_s")
+        figures = (f"{row[name]:.1f}" for name in names)
+        table.add_row(*own, *figures, f"{row['floor_share']:.0%}", str(row["evictions"]))
+    console.print(card)
+    console.print(table)
+
+
 def print_policies(rows: list[dict[str, Any]]) -> None:
     """The table of policies on stdout."""
     table = Table("policy", "fields", "keeps", "source", box=None, pad_edge=False)
