@@ -370,12 +370,12 @@ def bench(
     from ringkv.console import print_bench
     from ringkv.engine.measure import bench as measure
 
-    counts = [[_count(each.strip()) for each in text.split(",")] for text in (budgets, lanes)]
+    wanted_budgets, wanted_lanes = ([_count(each.strip()) for each in text.split(",")] for text in (budgets, lanes))
     chosen = dataclasses.replace(options, model=checkpoint or options.model, budget=None, policy=None)
     with chosen.engine(1) as engine:
         names = [name.strip() for name in policies.split(",")]
         sizes: dict[str, Any] = {"prompt": prompt, "tokens": tokens, "window": engine.ring.config.window}
-        rows = list(measure(engine, *counts, names, **sizes))  # type: ignore[arg-type]
+        rows = list(measure(engine, wanted_budgets, wanted_lanes, names, **sizes))
         about = {"bench": "ringkv", "model": engine.name, "device": str(engine.model.device), **sizes}
     print_bench(rows)
     typer.echo(encoder.dumps({**about, "rows": rows}))

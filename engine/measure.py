@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -59,8 +60,8 @@ def decode(engine: Engine, prompt: Sequence[int], tokens: int) -> tuple[list[flo
 
 def bench(
     engine: Engine,
-    budgets: Sequence[int],
-    lanes: Sequence[int],
+    budgets: Sequence[Any],
+    lanes: Sequence[Any],
     policies: Sequence[str],
     *,
     prompt: int = 128,
@@ -119,8 +120,20 @@ def _row(
             "achieved_gb_s": moved / late / 1e9,
             "floor_share": moved / bandwidth / late,
             "evictions": int(own.ring.evicted.max()),
+            "peak_bytes": _peak_bytes(own.model.device),
             "held_bytes": sum(own.plan().values()),
         }
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    """The most that was taken of the GPU's memory, or resident in this process so far; None where it is not told."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _evicts(ring: RingConfig) -> bool:

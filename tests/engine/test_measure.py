@@ -34,6 +34,7 @@ def test_a_row_for_each_combination_and_json_last(tiny_checkpoint):
         assert row["floor_ms"] == pytest.approx(row["step_bytes"] / row["bandwidth_gb_s"] / 1e6)
         assert row["floor_share"] == pytest.approx(row["floor_ms"] / row["late_ms"])
         assert row["tok_s"] > 0
+        assert row["peak_bytes"] > row["held_bytes"]
 
 
 @pytest.mark.parametrize("option, value", CASES)
