@@ -1,0 +1,282 @@
+"""What ``gpu.py`` measures with: models of random weights, rings of any age, a clock, inputs for every operation."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringkv.engine.config import RingConfig, SamplingParams
+from ringkv.engine.graph import GraphRunner, capture
+from ringkv.engine.ring import Ring
+from ringkv.engine.runner import Runner
+from ringkv.engine.sampling import Sampler, Sampling
+from ringkv.engine.steering import Steering
+from ringkv.kernels.advance import commit
+from ringkv.kernels.append import append, value_range
+from ringkv.kernels.attention import decode_attention
+from ringkv.kernels.backend import use
+from ringkv.kernels.norm import add_rms_norm
+from ringkv.kernels.penalize import penalize
+from ringkv.kernels.philox import philox
+from ringkv.kernels.sample import Filters, sample
+from ringkv.kernels.select import free, lowest
+from ringkv.kernels.silu import silu_mul
+from ringkv.kernels.steer import steer
+from ringkv.models.config import ModelConfig, RopeConfig
+from ringkv.models.decoder import Decoder
+
+Case = Callable[[], Tensor]
+
+
+def _qwen3(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, tied: bool
+) -> ModelConfig:
+    sizes = (vocabulary, hidden, intermediate, layers, heads, kv_heads, head_dim)
+    return ModelConfig("qwen3", *sizes, 1e-6, RopeConfig(theta=1e6), 40960, tie_embeddings=tied, qk_norm=True)
+
+
+QWEN3 = {
+    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, 8, 128, 151936, True),
+    "Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8, 128, 151936, True),
+    "Qwen3-14B": _qwen3(5120, 17408, 40, 40, 8, 128, 151936, False),
+}
+SAMPLED = Sampling.resolve(SamplingParams(temperature=0.6, top_k=20, top_p=0.95), {})
+TINY = {
+    "tiny": _qwen3(32, 48, 2, 4, 2, 16, 97, True),
+    "tiny, untied": _qwen3(32, 48, 2, 4, 4, 16, 97, False),
+    "tiny, wide": _qwen3(64, 80, 2, 6, 2, 32, 97, False),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to measure: on a GPU, or dry."""
+
+    dry: bool
+    device: torch.device
+    backend: str
+    models: dict[str, ModelConfig]
+    dtypes: tuple[torch.dtype, ...]
+    budgets: tuple[int, ...]
+    lanes: tuple[int, ...]
+    warm: int
+    timed: int
+    aged: int  # evictions before a ring counts as evicted
+    long: int  # steps of the long run
+    prompt: int
+    window: int
+
+    def ring(self, budget: int, policy: str = "vase-attnv") -> RingConfig:
+        """A ring of this setting."""
+        return RingConfig(budget, self.window, policy)
+
+
+WET = Setting(
+    False, torch.device("cuda"), "triton", QWEN3, (torch.bfloat16, torch.float32), (4096, 16384), (1, 16),
+    warm=20, timed=50, aged=20, long=10_000, prompt=32_768, window=64,
+)  # fmt: skip
+DRY = Setting(
+    True, torch.device("cpu"), "torch", TINY, (torch.bfloat16, torch.float32), (24, 40), (1, 2),
+    warm=1, timed=3, aged=2, long=12, prompt=70, window=8,
+)  # fmt: skip
+
+
+def build(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """A decoder of random weights, of a size that keeps activations near 1."""
+    decoder = Decoder(config, device, dtype)
+    torch.manual_seed(0)
+    for name, view in decoder.destinations().items():
+        if name.endswith("norm.weight"):
+            view.fill_(1)
+        else:
+            view.normal_(0, view.shape[-1] ** -0.5)
+    return decoder
+
+
+def make(decoder: Decoder, config: RingConfig, lanes: int, setting: Setting, captured: bool = True) -> Runner:
+    """A runner with a ring of its own: captured, with an eager stub for the graph where there is no GPU, or eager."""
+    gc.collect()  # whatever was measured before is gone for good
+    with use(setting.backend):
+        ring = Ring(decoder.config, config, lanes, decoder.device, decoder.dtype)
+        sampler = Sampler(lanes, decoder.config.vocab_size, decoder.device, static=True)
+        steering = Steering(lanes, None, decoder.device)
+        if captured:
+            return GraphRunner(decoder, ring, sampler, steering, (lambda step: step) if setting.dry else capture)
+        return Runner(decoder, ring, sampler, steering)
+
+
+def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None) -> Runner:
+    """Make every lane run: with one token, or as after so many more evictions. Keys and values are random.
+
+    ``clock``: marks before and after each eviction of all layers and lanes.
+    """
+    ring, window = runner.ring, runner.ring.config.window
+    with use(backend), torch.inference_mode():
+        if not evictions or not ring.running:
+            for lane in range(ring.lanes):
+                ring.reset(lane, seed=lane)
+                runner.sampler.set(lane, SAMPLED)
+                runner.prefill(lane, [lane + 1])
+        if not evictions:
+            return runner
+        if not ring.evicted.any():
+            for tensor in (ring.k, ring.v, ring.queries):
+                tensor.normal_()
+            ring.v_range.copy_(value_range(ring.v))
+        for _ in range(evictions):
+            count = int(ring.counts.max())
+            new = torch.arange(ring.config.capacity - count, device=ring.k.device, dtype=torch.int32)
+            marks = (new + ring.seen[:, None].int())[None, :, None].expand(*ring.order.shape[:3], -1)
+            ring.position.scatter_(3, ring.order[..., count:].long(), marks)
+            ring.count.fill_(ring.config.capacity)
+            ring.seen += len(new)
+            ring.counts[:] = ring.config.capacity - 1  # settling counts the last one
+            ring.unobserved[:] = min(window, count) - 1
+            if clock is not None:
+                clock.mark()
+            ring.settle()
+            if clock is not None:
+                clock.mark()
+    return runner
+
+
+@dataclass
+class Clock:
+    """Times between marks: on a GPU those of its own timeline."""
+
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Now, or when the device gets here."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def between(self) -> list[float]:
+        """Milliseconds from each mark to the next."""
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if self.device.type != "cuda":
+            return [1e3 * (after - before) for before, after in pairs]
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in pairs]
+
+
+def copy_bandwidth(device: torch.device, dry: bool) -> float:
+    """Bytes a second of a large copy, read and written, the best of ten."""
+    source = torch.zeros(1 << (20 if dry else 32), dtype=torch.uint8, device=device)
+    target, clock = torch.empty_like(source), Clock(device)
+    for _ in range(11):
+        clock.mark()
+        target.copy_(source)
+    clock.mark()
+    return 2e3 * source.nbytes / min(clock.between()[1:])
+
+
+def kernel_cases(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
+    """Every operation with inputs of the model's shape, each writing into copies where it writes at all."""
+    device, lanes = setting.device, max(setting.lanes)
+    one = build(replace(config, layers=1), device, dtype)
+    runner = make(one, setting.ring(setting.budgets[0]), lanes, setting, captured=False)
+    ring = age(runner, 2, setting.backend).ring
+
+    def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.float32).to(of)
+
+    hidden, layer = config.hidden_size, one.layers[0]
+    x, delta = normal(lanes, hidden), normal(lanes, hidden)
+    yield "add_rms_norm", lambda: add_rms_norm(x, delta, layer.input_norm, 1e-6)[1]
+    gate_up = normal(lanes, 2 * config.intermediate_size)
+    yield "silu_mul", lambda: silu_mul(gate_up)
+
+    qkv = normal(lanes, (config.heads + 2 * config.kv_heads) * config.head_dim)
+    cos, sin = one.rope.cos_sin(ring.seen)
+
+    def appended() -> Tensor:
+        ring.begin_step()
+        q = append(qkv, layer.qk_norms, 1e-6, cos, sin, ring._views[0], ring._places[0])
+        return torch.cat([x.view(-1, config.head_dim) for x in (q, ring.k, ring.v, ring.queries)])
+
+    yield "append", appended
+    q = normal(lanes, config.heads, config.head_dim)
+    yield "decode_attention", lambda: decode_attention(q, ring._views[0], ring._places[0])
+
+    pairs = [(0, lane) for lane in range(min(lanes, 4))]
+    live = ring.live(pairs)
+    projection = normal(len(pairs), config.head_dim, 20, of=torch.float32) * 20**-0.5
+    since = live.seen - live.window
+    yield "window_attention", lambda: live.attention()
+    yield "window_attention, last query", lambda: live.attention(last_only=True)
+    yield "window_attention, largest head", lambda: live.attention(group_max=True)
+    yield "received_attention", lambda: live.received_attention(since)
+    yield "leverage", lambda: live.leverage(projection)
+    yield "redundancy", lambda: live.redundancy(0.5)
+    yield "philox", lambda: live.uniform()
+    priority = live.attention(last_only=True)[:, : config.kv_heads].contiguous()
+    victim = lowest(priority, live.protected, live.window)
+    yield "lowest", lambda: lowest(priority, live.protected, live.window)
+
+    def freed() -> Tensor:
+        tables = [ring.order.clone(), ring.position.clone(), ring.count.clone(), ring.evictions.clone()]
+        tables[2].fill_(live.slot.shape[-1])
+        free(victim, live.slot, live.window, live.pairs, *tables)
+        return torch.cat([table.flatten() for table in tables])
+
+    yield "free", freed
+    logits = 4 * normal(lanes, config.vocab_size, of=torch.float32)
+    often = normal(lanes, config.vocab_size, of=torch.float32) > 1
+    column = torch.ones(lanes, device=device)
+    penalties = (logits, logits, 1.2 * column, 0.3 * column, often, often, often, column > 0)
+    yield "penalize", lambda: penalize(*penalties)
+    filters = Filters(0.6 * column, (20 * column).long(), 0.95 * column, 0.01 * column)
+    uniform = torch.rand(lanes, device=device)
+    yield "sample", lambda: sample(logits, filters, uniform)
+    words = [torch.randint(0, 2**32, (lanes,), device=device) for _ in range(5)]
+    yield "philox words", lambda: torch.stack(philox(*words))
+    token = torch.arange(lanes, device=device)
+
+    def steered() -> Tensor:
+        cursor, left, phase = token % 3 - 2, token % 4 - 1, token % 3
+        drawn, forced = steer(token.clone(), token[:, None] + 1, token * 0 + 1, cursor, left, phase, 1, 2)
+        active = token % 2 == 0
+        return torch.cat([commit(drawn, active, token.clone()), forced, cursor, left, phase, active])
+
+    yield "steer, commit", steered
+
+
+def transformers_step_ms(config: ModelConfig, lanes: int, length: int, setting: Setting) -> dict[str, Any]:
+    """Milliseconds a step of a greedy loop over a static cache of ``length`` tokens; says so where it cannot run."""
+    try:
+        from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
+    except ImportError:
+        return {"ms": None, "why": "transformers is not installed"}
+    theirs = Qwen3Config(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim, tie_word_embeddings=config.tie_embeddings,
+    )  # fmt: skip
+    with torch.device(setting.device):
+        model = AutoModelForCausalLM.from_config(theirs, dtype=torch.bfloat16).eval()
+    cache = StaticCache(config=theirs, max_cache_len=length)
+    ids, clock = torch.ones(lanes, 1, dtype=torch.int64, device=setting.device), Clock(setting.device)
+    with torch.inference_mode():
+        for step in range(min(setting.warm + setting.timed, length)):
+            if step >= setting.warm:
+                clock.mark()
+            logits = model(ids, past_key_values=cache, use_cache=True).logits
+            ids = logits[:, -1:].argmax(-1)
+            ids.tolist()
+        clock.mark()
+    times = sorted(clock.between())
+    return {"ms": times[len(times) // 2], "why": None}
