@@ -32,7 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "thinking")
+SAMPLING_FIELDS: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "thinking")
 SAMPLING_FIELDS += ("max_thinking_tokens", "on_repetition")
 RING, SAMPLING, MACHINE, OUTPUT = "Ring", "Sampling", "Model and machine", "Output"
 

@@ -99,15 +99,14 @@ class Decoder:
             raise ValueError("only a dense decoder in float32 can be packed")
         norms = [view for name, view in self._destinations.items() if name.endswith("norm.weight")]
         self._destinations = {name: view.to("meta") for name, view in self._destinations.items()}
-        packed = [self.head.packed()]
-        self.head, self.embedding = packed[0], self.embedding.half()
+        self.head, self.embedding = head, _ = self.head.packed(), self.embedding.half()
+        self._packed_bytes = head.nbytes + self.embedding.nbytes + sum(norm.nbytes for norm in norms)
         for layer in self.layers:  # one at a time: what it was packed from is freed
             assert isinstance(layer.mlp, Mlp)
-            layer.qkv, layer.o = layer.qkv.packed(), layer.o.packed()
-            layer.mlp = Mlp(layer.mlp.gate_up.packed(), layer.mlp.down.packed())
-            packed += [layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down]
+            layer.qkv, layer.o = qkv, o = layer.qkv.packed(), layer.o.packed()
+            layer.mlp = Mlp(gate_up := layer.mlp.gate_up.packed(), down := layer.mlp.down.packed())
+            self._packed_bytes += sum(product.nbytes for product in (qkv, o, gate_up, down))
         self.weight_dtype = torch.float16
-        self._packed_bytes = sum(each.nbytes for each in (self.embedding, *norms, *packed))
 
     def angles(self, position: Tensor, length: Tensor | int | None = None) -> list[Angles]:
         """What each layer's ``rotate`` takes, for tokens at ``position`` [n] of a text of ``length`` tokens."""

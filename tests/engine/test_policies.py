@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def example(policy: str | Policy, **changes: object) -> Ring:
     """The ring above, or with other keys, values or queries; slots permuted."""
     keys = torch.tensor([A, B]).log().T[None]  # [1, 8, 2]
     values = torch.tensor([[[x, 0.0] for x in RANGE]])
-    parts = {"q": torch.tensor(QUERIES), "k": keys, "v": values, **changes}
+    parts: dict[str, Any] = {"q": torch.tensor(QUERIES), "k": keys, "v": values, **changes}
     ring = make_ring(policy, budget=6, window=2, sinks=1, head_dim=2)
     fill(ring, 0, 0, **parts, scramble=3)
     return ring

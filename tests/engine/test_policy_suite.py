@@ -42,7 +42,7 @@ def pairwise(factors: dict[str, Sequence[Any]]) -> list[tuple[Any, ...]]:
     names = range(len(factors))
     values = list(factors.values())
     missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in values[a] for y in values[b]}
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     while missing:
         (a, x), (b, y) = min(missing, key=lambda pair: [(f, values[f].index(v)) for f, v in pair])
         row = {a: x, b: y}

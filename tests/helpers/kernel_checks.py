@@ -35,8 +35,8 @@ def assert_as_exact(kernel: Tensor, twin: Tensor, exact: Tensor) -> None:
     assert kernel.shape == twin.shape == exact.shape
     assert kernel.dtype == twin.dtype
     unit = ulp(exact.abs().amax(-1), kernel.dtype)
-    error, own = (((each.double() - exact).abs().amax(-1) / unit).max() for each in (kernel, twin))
-    assert error <= max(2 * own, 2), f"{float(error):.3g} ulp; the twin: {float(own):.3g}"
+    error, own = (float(((each.double() - exact).abs().amax(-1) / unit).max()) for each in (kernel, twin))
+    assert error <= max(2 * own, 2), f"{error:.3g} ulp; the twin: {own:.3g}"
 
 
 def widened(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,7 +189,7 @@ class Naive:
         weights: name -> tensor, all of one dtype.
     """
 
-    def __init__(self, config: object, weights: dict[str, Tensor]) -> None:
+    def __init__(self, config: Any, weights: dict[str, Tensor]) -> None:
         self.c, self.w = config, weights
         self.closest = math.inf  # smallest relative distance between a victim's priority and a survivor's
         self.dtype = weights["model.embed_tokens.weight"].dtype

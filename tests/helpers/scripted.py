@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tokenizers
 import torch
@@ -58,7 +59,7 @@ class Script:
         config = tiny_config(vocab_size=self.tokenizer.size + 5, layers=1)
         decoder = tiny_decoder(config, tiny_weights(config, torch.float32))
         self.engine = Engine(decoder, self.tokenizer, ring=ring or RingConfig(40, 8, "streaming", "all"), lanes=lanes)
-        runner = self.engine._runner
+        runner: Any = self.engine._runner
         runner.latency = latency
         prefill, forward = runner.prefill, runner.forward
         said: dict[int, tuple[int, Sequence[int]]] = {}  # lane -> tokens of its prompt, and what follows
