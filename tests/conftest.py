@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -11,6 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+
+# Two workers share two cores: one thread each, and for what they start, or they wait for each other.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # transformers probes for a package named `kernels`, and would take ours where the root is on the path.
 _ROOT = Path(__file__).parents[1]
