@@ -29,6 +29,7 @@ from ringkv.kernels.pairs import Pairs
 
 HERE = Path(__file__).parent
 WINDOW, SEEDS = 32, 4
+DTYPE = "float32"  # exact weights: packed ones would add their own rounding to every difference
 DRAWS = ("random", "curdkv", "vase-attnv", "vase-dkv")
 TAIL, UNIT, REPEATS = 200, 64, 3
 
@@ -86,7 +87,7 @@ def select(live: Live, rows: list[int]) -> Live:
 
 def likelihood(model: str, tokens: int | None, shares: list[int], seeds: int) -> dict[str, Any]:
     """NLL a token of the text, by policy and budget (1/share of the length); stochastic ones: mean and spread."""
-    with Engine.from_pretrained(model, ring=RingConfig(2048, WINDOW, "full")) as engine:
+    with Engine.from_pretrained(model, dtype=DTYPE, ring=RingConfig(2048, WINDOW, "full")) as engine:
         ids = tokenize(engine, (HERE / "quality.txt").read_text())[:tokens]
         with timed(f"{len(ids)} tokens, full"):
             full = parts(engine.score(ids))
@@ -99,7 +100,7 @@ def likelihood(model: str, tokens: int | None, shares: list[int], seeds: int) ->
     for share in shares:
         ring = RingConfig(len(ids) // share, WINDOW, PerLane(policies))
         with (
-            Engine.from_pretrained(model, ring=ring, lanes=len(runs)) as engine,
+            Engine.from_pretrained(model, dtype=DTYPE, ring=ring, lanes=len(runs)) as engine,
             timed(f"budget {ring.budget}, {len(runs)} lanes"),
         ):
             scores = engine.score(ids, seeds=[seed for _, seed in runs])
@@ -167,13 +168,19 @@ def generation(model: str, tokens: int, budget: int) -> dict[str, Any]:
     policies = tuple(as_policy(name) for name in arms for _ in prompts)
     found: dict[str, list[list[int]]] = {}
     ring = RingConfig(budget, WINDOW, PerLane(policies), "all")
-    with Engine.from_pretrained(model, ring=ring, lanes=len(policies)) as engine, timed(f"{len(policies)} lanes"):
+    with (
+        Engine.from_pretrained(model, dtype=DTYPE, ring=ring, lanes=len(policies)) as engine,
+        timed(f"{len(policies)} lanes"),
+    ):
         results = engine.generate(prompts * len(arms), params * len(arms))
     assert all(result.prompt_tokens < ring.capacity for result in results), "a prompt does not fit the ring"
     for i, name in enumerate(arms):
         found[name] = [result.token_ids for result in results[i * len(prompts) : (i + 1) * len(prompts)]]
     whole = RingConfig(budget + 2 * tokens, WINDOW, "full")
-    with Engine.from_pretrained(model, ring=whole, lanes=len(prompts)) as engine, timed(f"full, {len(prompts)} lanes"):
+    with (
+        Engine.from_pretrained(model, dtype=DTYPE, ring=whole, lanes=len(prompts)) as engine,
+        timed(f"full, {len(prompts)} lanes"),
+    ):
         found["full"] = [result.token_ids for result in engine.generate(prompts, params)]
     rows = {
         name: {
@@ -208,7 +215,7 @@ def retention(model: str, thresholds: tuple[float, ...]) -> dict[str, Any]:
     rows: dict[str, dict[str, Any]] = {}
     for spec in ("all", *(f"refreekv:threshold={threshold}" for threshold in thresholds)):
         ring = RingConfig(512, 8, "streaming", spec)
-        with Engine.from_pretrained(model, ring=ring, lanes=len(prompts)) as engine, timed(spec):
+        with Engine.from_pretrained(model, dtype=DTYPE, ring=ring, lanes=len(prompts)) as engine, timed(spec):
             each = continuations(engine, prompts)
         shares = torch.tensor([share for share, _ in each])  # [12, L]
         kinds: dict[str, list[float]] = {}
@@ -275,7 +282,7 @@ def main() -> None:
     )
     parser.add_argument("--plot", type=Path, help="write the plot of the likelihood here (PNG)")
     options = parser.parse_args()
-    result: dict[str, Any] = {"bench": "quality", "model": options.model, "quick": options.quick}
+    result: dict[str, Any] = {"bench": "quality", "model": options.model, "dtype": DTYPE, "quick": options.quick}
     part = "likelihood" if options.quick else options.part
     if part in (None, "likelihood"):
         small = (300, [4], 2) if options.quick else (None, [2, 4, 8], SEEDS)
