@@ -12,7 +12,7 @@ from ringkv import Engine, RingConfig, SamplingParams
 from ringkv.engine.graph import GraphRunner
 from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Runner
-from ringkv.engine.sampling import Sampler
+from ringkv.engine.sampling import Sampler, Sampling
 from ringkv.engine.steering import Steering
 from ringkv.models.decoder import Decoder
 from tiny import tiny_config, tiny_decoder, tiny_weights
@@ -92,6 +92,23 @@ def test_cancel_and_a_second_call_leave_no_trace(policy):
             next(stream)
         stream.close()
         assert [without_times(engine.generate(*each)) for each in (second, first)] == wanted[::-1]
+
+
+def test_a_static_sampler_never_moves_its_tensors():
+    sampler = Sampler(2, 97, CPU, static=True)
+
+    def places():
+        return {name: value.data_ptr() for name, value in vars(sampler).items() if isinstance(value, torch.Tensor)}
+
+    before = places()
+    assert len(before) == 12
+    every = SamplingParams(
+        temperature=1, top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=2, presence_penalty=1, min_tokens=2,
+        logit_bias={1: 2},
+    )  # fmt: skip
+    for params in (every, SamplingParams(temperature=0)):
+        sampler.set(1, Sampling.resolve(params, {}), [1, 2], [3])
+        assert places() == before
 
 
 class NoReads(TorchDispatchMode):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_checks import SHAPES, assert_as_exact, layer, poisoned, three_ways, torch_places
 
+from ringkv.kernels import attention_triton
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.backend import use
 
@@ -15,8 +16,11 @@ def queries(ring, group, dtype):
     return torch.randn(lanes, kv_heads * group, d, generator=torch.Generator().manual_seed(9)).to(dtype)
 
 
+@pytest.mark.parametrize("programs", [4, 264])
 @pytest.mark.parametrize("slots, group, d, dtype", SHAPES)
-def test_as_exact_as_the_twin(slots, group, d, dtype):
+def test_as_exact_as_the_twin(slots, group, d, dtype, programs, monkeypatch):
+    """With few programs each walks over many blocks of slots, with many each has one."""
+    monkeypatch.setattr(attention_triton, "PROGRAMS", programs)
     ring = layer(2, 2, group, slots, d, 4, dtype)
     q = queries(ring, group, dtype)
     kernel, twin, exact = three_ways(decode_attention, q, ring, torch_places(ring))

@@ -39,6 +39,14 @@ def test_tokens_are_the_twins(width, rounded):
         assert torch.equal(kernel, twin), u
 
 
+def test_a_draw_on_the_border_of_two_blocks():
+    """Half of the mass lies in the first 2,048 ids, and the one after them cannot be drawn."""
+    logits = torch.zeros(1, 4097)
+    logits[0, 2048] = -math.inf
+    kernel, twin = both(logits, Filters(torch.ones(1)), torch.tensor([0.5]))
+    assert kernel.tolist() == twin.tolist() == [2049]
+
+
 @pytest.mark.parametrize("left_out", ["top_k", "top_p", "min_p"])
 def test_filters_that_no_lane_uses(left_out):
     filters = Filters(**{**vars(FILTERS), left_out: None})

@@ -141,6 +141,15 @@ def test_redundancy(slots, group, d, dtype):
     assert (exact - column_means(s, 2.0)).abs().max() > 1e-3
 
 
+def test_a_cosine_at_the_threshold_is_no_match():
+    """Of keys a, a, b each row's match is the other a; b, at cosine 0, is none, and nothing is left to count."""
+    k = torch.zeros(1, 1, 1, 3, 64)
+    k[..., [0, 1], 0] = k[..., 2, 1] = 2
+    with use("triton"):
+        got = redundancy(k, torch.arange(3)[None, None], Pairs([(0, 0)], torch.device("cpu")), SCRATCH, 0.0)
+    assert (got == 0).all()
+
+
 def test_redundancy_with_a_threshold_that_the_diagonal_passes():
     s = alike(63, 1, 64, torch.float32)
     check(redundancy, column_means(s, -0.5), s.k, s.order, s.pairs, SCRATCH, -0.5)

@@ -34,6 +34,13 @@ def test_victims_are_the_twins(width, strange):
         assert (got.sum(-1) == count).all()
 
 
+def test_zeros_of_either_sign_are_equal():
+    priority = torch.tensor([[0.0, -0.0, 0.0, -0.0, -0.0, 1.0]])
+    with use("triton"):
+        victim = lowest(priority, torch.zeros(1, 6, dtype=torch.bool), 3)
+    assert victim.tolist() == [[True] * 3 + [False] * 3]
+
+
 def test_every_row_may_have_its_own_count():
     priority, protected = rows(111, pairs=3)
     count = torch.tensor([[[3], [0]], [[40], [17]], [[1], [60]]])
