@@ -47,7 +47,7 @@ def main() -> None:
         run(together, prompts[:lanes], params.replace(max_tokens=8))
         speed_alone, tokens, evictions = run(alone, prompts, params)
         speed_together, *_ = run(together, prompts, params)
-        dtype = str(alone.model.dtype).removeprefix("torch.")
+        dtype = str(alone.model.weight_dtype).removeprefix("torch.")
     ratio = speed_together / speed_alone
     note(f"{len(prompts)} prompts, {tokens} tokens, {evictions} evictions, {dtype}")
     note(f"one after another {speed_alone:.1f} tok/s, {lanes} lanes {speed_together:.1f} tok/s: {ratio:.2f} x")
