@@ -79,6 +79,7 @@ class GraphRunner(Runner):
         self._buffers: deque[dict[int, Tensor]] = deque([{}, {}])
         with torch.inference_mode(), torch.cuda.device_of(ring.k):
             self._replay = captured(self.device_step)
+            ring.warm_up()
 
     @torch.inference_mode()
     def launch(self) -> None:

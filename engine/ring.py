@@ -231,6 +231,18 @@ class Ring:
             self.counts[pair] -= window
             self.evicted[pair] += 1
 
+    def warm_up(self) -> None:
+        """Compile what evictions launch, while no lane runs: on the device nothing is full, so nothing is freed."""
+        if self.policy.evicts:
+            mirrors = self.counts, self.evicted, self.unobserved
+            before = [mirror.copy() for mirror in mirrors]
+            self.counts[0, 0] = self.config.capacity
+            if self.state:
+                self._observe(self.counts == self.config.capacity)
+            self._evict([(0, 0)])
+            for mirror, value in zip(mirrors, before, strict=True):
+                mirror[:] = value
+
     # -- a prompt --------------------------------------------------------------------------------------------------
 
     def admit(self, layer: int, lane: int, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None) -> None:

@@ -191,8 +191,11 @@ class Sampler:
     def note(self, token: Tensor, lanes: Sequence[int] | None = None) -> None:
         """Remember the tokens [b] that were drawn, for the penalties on the output."""
         if self._in_output is not None:
-            at: Any = slice(None) if lanes is None else torch.tensor(lanes, device=self._device)
-            self._in_output[at] = self._in_output[at].scatter_(1, token.clamp(min=0)[:, None], True)
+            ids = token.clamp(min=0)
+            if lanes is None:
+                self._in_output.scatter_(1, ids[:, None], True)
+            else:
+                self._in_output[torch.tensor(lanes, device=self._device), ids] = True
 
     def _build(self) -> None:
         self._temperature = self._column("temperature", torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,21 @@ def test_a_dry_run_compares_and_ages_for_real(lines):
     assert whole["graph"]["evictions"] >= 2
     assert whole["decode"]["long"]["evictions"] >= 2
     assert all(row["ratio"] == 1 for row in whole["memory"]["rows"])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_and_the_captured_step_on_a_gpu():
+    """In a process of its own, where kernels are compiled and not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, SCRIPT, "--only", "kernels", "graph"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    whole = json.loads(done.stdout.splitlines()[-1])
+    assert whole["graph"]["equal"]
+    assert {row["differing"] for row in whole["kernels"].values() if isinstance(row, dict) and "differing" in row} == {
+        0.0
+    }
 
 
 def test_the_byte_model_is_the_plan(lines):

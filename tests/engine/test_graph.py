@@ -94,6 +94,17 @@ def test_cancel_and_a_second_call_leave_no_trace(policy):
         assert [without_times(engine.generate(*each)) for each in (second, first)] == wanted[::-1]
 
 
+@pytest.mark.parametrize("policy", ["vase-attnv", "h2o", "full"])
+def test_warming_up_frees_nothing(policy):
+    ring = Ring(tiny_config(), RingConfig(40, 8, policy), 2, CPU, torch.float32)
+    before = {name: tensor.clone() for name, tensor in ring.tensors().items()}
+    ring.warm_up()
+    for name, tensor in ring.tensors().items():
+        assert name.startswith("state.") or torch.equal(tensor, before[name]), name
+    ring.check_integrity()
+    assert (ring.unobserved == 0).all()
+
+
 def test_a_static_sampler_never_moves_its_tensors():
     sampler = Sampler(2, 97, CPU, static=True)
 
