@@ -76,7 +76,7 @@ def test_a_dry_run_compares_and_ages_for_real(lines):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: needs a CUDA device")
 def test_kernels_and_the_captured_step_on_a_gpu():
     """In a process of its own, where kernels are compiled and not interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
