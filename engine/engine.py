@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 from ringkv.engine.completion import Completion, StreamEvent
 from ringkv.engine.config import RingConfig, SamplingParams, check_count
 from ringkv.engine.graph import make_runner
+from ringkv.engine.loading import load
 from ringkv.engine.loop import Loop
 from ringkv.engine.plan import settle
 from ringkv.engine.prompts import Prompt, Prompts
@@ -24,16 +24,10 @@ from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Progress
 from ringkv.errors import RingkvError
 from ringkv.kernels.backend import check, resolve, use
-from ringkv.models.checkpoint import Checkpoint
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
-from ringkv.models.linear import can_pack
 from ringkv.models.tokenizer import Tokenizer
 from ringkv.models.weights import StateDictCheckpoint, load_decoder, load_weights, open_checkpoint
-
-log = logging.getLogger(__name__)
-
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 class Engine:
@@ -79,20 +73,17 @@ class Engine:
         if not isinstance(model, Decoder):
             if config is None:
                 raise RingkvError("config: a state dict needs its config, a ModelConfig or the keys of config.json")
-            model, ring, lanes = _load(StateDictCheckpoint(model, config), device, dtype, ring, lanes)
+            model, ring, lanes = load(StateDictCheckpoint(model, config), device, dtype, ring, lanes)
         ring, lanes = settle(model.config, ring, lanes, model.dtype, model.device, loaded=True)
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.lanes, self.seed, self.threads = lanes, seed, threads
         self.generation_config = dict(generation_config or {})
-        vocabulary = model.config.vocab_size
-        if tokenizer is not None:
-            vocabulary = min(vocabulary, tokenizer.size)
         self.backend = resolve(backend, model.device, model.dtype)
         self.ring = Ring(model.config, ring, lanes, model.device, model.dtype)
         self.prompts = Prompts(model.config, tokenizer, self.generation_config, ring, seed)
         tags = None if self.prompts.tags is None else self.prompts.tags.ids
         with use(self.backend):
-            self._runner = make_runner(model, self.ring, vocabulary, tags)
+            self._runner = make_runner(model, self.ring, self.prompts.vocabulary, tags)
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._cancelled: set[int] = set()
@@ -119,7 +110,7 @@ class Engine:
         """
         _check_options(lanes, backend, seed, threads)
         checkpoint = open_checkpoint(model, revision=revision)
-        decoder, ring, lanes = _load(checkpoint, device, dtype, ring or RingConfig(), lanes)
+        decoder, ring, lanes = load(checkpoint, device, dtype, ring or RingConfig(), lanes)
         return cls(
             decoder,
             checkpoint.tokenizer(),
@@ -377,42 +368,3 @@ def _check_options(lanes: object, backend: object, seed: object, threads: object
         raise RingkvError.bad("threads", threads, "an int >= 1")
     check(backend)
     SamplingParams(seed=seed)  # type: ignore[arg-type]
-
-
-def _load(
-    checkpoint: Checkpoint, device: str, dtype: str, ring: RingConfig, lanes: int | str
-) -> tuple[Decoder, RingConfig, int]:
-    """The decoder, and the ring and lanes that fit beside it: this is settled before a weight is read."""
-    config = ModelConfig.from_hf(checkpoint.config)
-    place, number, packs = placed(config, device, dtype)
-    ring, lanes = settle(config, ring, lanes, number, place, packed=packs)
-    log.info("running in %s on %s, budget %s, %s lanes", dtype, place, ring.budget, lanes)
-    decoder = load_decoder(checkpoint, place, number)
-    if packs:
-        decoder.pack()
-    return decoder, ring, lanes
-
-
-def placed(config: ModelConfig, device: str, dtype: str) -> tuple[torch.device, torch.dtype, bool]:
-    """Where and in which type a model runs, and whether its weights alone are packed to float16.
-
-    Raises:
-        RingkvError: a device or a type that is not there.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise RingkvError.bad("device", device, "auto, cpu, cuda or cuda:N") from None
-    if place.type not in ("cpu", "cuda") or (place.type == "cuda" and not torch.cuda.is_available()):
-        raise RingkvError.bad(
-            "device", device, "auto, cpu" + (", cuda" if torch.cuda.is_available() else " (no GPU is found)")
-        )
-    packable = place.type == "cpu" and config.moe is None and can_pack()
-    if dtype == "auto":
-        dtype = config.dtype if place.type == "cuda" else "float16" if packable else "float32"
-    if dtype not in DTYPES:
-        raise RingkvError.bad("dtype", dtype, f"auto, {', '.join(DTYPES)}")
-    packs = dtype == "float16" and packable
-    return place, torch.float32 if packs else DTYPES[dtype], packs

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ringkv.engine.config import RingConfig, check_count
-from ringkv.engine.engine import placed
+from ringkv.engine.loading import placed
 from ringkv.engine.plan import PROMPT, Planner, free_memory, parse_size, settle
 from ringkv.errors import RingkvError
 from ringkv.models.config import ModelConfig

@@ -52,6 +52,7 @@ class Prompts:
             self.tags = ThoughtTags.detect(tokenizer.chat_template, tokenizer.control_tokens)
         theirs = generation_config.get("eos_token_id")
         ids = theirs if isinstance(theirs, (list, tuple)) else [theirs]
+        # Ids that may be drawn; the rest of a padded vocabulary never is.
         self.vocabulary = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.size)
         self.eos_ids = frozenset(id for id in ids if isinstance(id, int)) | frozenset(config.eos_ids)
         if tokenizer is not None:

@@ -35,7 +35,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         try:
             self._template = self._sandbox.from_string(source)
-        except Exception as error:
+        except Exception as error:  # compiling evaluates constant expressions, which raise whatever they raise
             raise _one_line(error) from error
 
     def render(

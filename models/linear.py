@@ -29,8 +29,8 @@ class Linear:
 class PackedLinear:
     """The same product: weights rounded to float16 and packed by FBGEMM, activations and sums in float32.
 
-    A decode step reads every weight once, so half the bytes is about half the time; and unlike a product in bfloat16
-    it rounds the weights alone. A row of the result does not depend on the other rows.
+    A decode step reads every weight once, so its time is mostly that of their bytes; and unlike a product in bfloat16
+    this one rounds the weights alone. A row of the result does not depend on the other rows.
 
     Args:
         weight: float32 [out, in] on a CPU. On the meta device nothing is packed: shapes and bytes are all there is.

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -113,6 +112,16 @@ def test_bad_options_are_one_line_and_exit_code_2(tiny, arguments, field):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--budget", "--lanes"])
+def test_a_file_of_prompts_wants_sizes_that_a_resumed_run_has_too(tiny, tmp_path, option):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    done = CliRunner().invoke(app, ["generate", *files, "-m", str(tiny), option, "auto"])
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"{option} = 'auto'" in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_debug_shows_the_traceback(tiny):
     assert "Traceback" in run("generate", "Hi", "-m", tiny, "--budget", 0, "--debug")[2]
 
@@ -213,28 +222,17 @@ def test_chat_in_a_pipe(tiny):
     assert out.count(answer) == 2, "after /reset the same turn gives the same answer"
 
 
-def start(*arguments):
+def start_endless(tiny):
+    """A generation that goes on until somebody ends it."""
+    command = ["generate", "Hi", "-m", tiny, *TINY, "--on-repetition", "ignore", "--max-tokens", 10**6]
+    command += ["--temperature", 0, "--stop", "\x01never"]
     script = Path(sys.executable).with_name("ringkv")
-    return subprocess.Popen([script, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen([script, *map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_answer_with_130(tiny, number):
-    process = start(
-        "generate",
-        "Hi",
-        "-m",
-        tiny,
-        *TINY,
-        "--on-repetition",
-        "ignore",
-        "--max-tokens",
-        10**6,
-        "--temperature",
-        0,
-        "--stop",
-        "\x01never",
-    )
+    process = start_endless(tiny)
     assert process.stdout.read(1)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
@@ -244,26 +242,10 @@ def test_an_interrupt_ends_the_answer_with_130(tiny, number):
 
 
 def test_a_reader_that_leaves_ends_it_quietly(tiny):
-    process = start(
-        "generate",
-        "Hi",
-        "-m",
-        tiny,
-        *TINY,
-        "--on-repetition",
-        "ignore",
-        "--max-tokens",
-        10**6,
-        "--temperature",
-        0,
-        "--stop",
-        "\x01never",
-    )
+    process = start_endless(tiny)
     assert process.stdout.read(1)
     process.stdout.close()
-    began = time.monotonic()
     assert process.wait(timeout=60) == 0
-    assert time.monotonic() - began < 60
     assert process.stderr.read() == b""
 
 

@@ -409,7 +409,9 @@ def test_settings_survive_json(tmp_path):
     source = write_rows(tmp_path / "in.jsonl", *ROWS)
     params = PARAMS.replace(stop=("a", "b"), stop_token_ids=[1], logit_bias={3: 1}, temperature=1)
     run(source, tmp_path / "out.jsonl", params, {"lanes": 4.0})
+    before = (tmp_path / "out.jsonl").read_bytes()
     run(source, tmp_path / "out.jsonl", params.replace(temperature=1.0), {"lanes": 4})
+    assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
 def test_rows_may_be_added_not_changed_or_taken_away(tmp_path):

@@ -81,7 +81,7 @@ def test_weights_of_a_packed_engine_are_replaced_or_left():
 
 @pytest.mark.parametrize("available, weights", [(True, "float16"), (False, "float32")])
 def test_auto_asks(available, weights, monkeypatch):
-    monkeypatch.setattr("ringkv.engine.engine.can_pack", lambda: available)
+    monkeypatch.setattr("ringkv.engine.loading.can_pack", lambda: available)
     config = tiny_config()
     done = Engine(tiny_weights(config, torch.float32), config=config, ring=RING).generate([1, 2], PARAMS)
     assert done.dtype == {"weights": weights, "compute": "float32", "ring": "float32"}

@@ -1,0 +1,86 @@
+"""Which sampling values are in force, what ends a text, and which ids may be drawn: CASES E1, E5, E6."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from ringkv import Engine, RingConfig, RingkvError, SamplingParams
+from ringkv.engine.sampling import DEFAULTS, Sampling
+from scripted import byte_tokenizer
+from tiny import tiny_config, tiny_decoder, tiny_weights
+
+RING = RingConfig(40, 8, "streaming", "all")
+
+
+def engine_of(generation_config=None, *, tokenizer=None, **changes):
+    config = tiny_config(vocab_size=tokenizer.size + 40 if tokenizer else 97, layers=1, **changes)
+    decoder = tiny_decoder(config, tiny_weights(config, torch.float32))
+    return Engine(decoder, tokenizer, ring=RING, generation_config=generation_config)
+
+
+def test_defaults_of_the_checkpoint_and_the_user():
+    theirs = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.1, "top_p": None, "max_length": 20}
+    done = engine_of(theirs).generate([1, 2], SamplingParams(top_k=5, min_p=0.0, max_tokens=3, ignore_eos=True))
+    wanted = {
+        "temperature": (0.9, "generation_config"),
+        "top_k": (5, "user"),
+        "repetition_penalty": (1.1, "generation_config"),
+        "top_p": (0.95, "default"),
+        "min_p": (0.0, "user"),
+        "presence_penalty": (0.0, "default"),
+        "max_tokens": (3, "user"),
+        "ignore_eos": (True, "user"),
+        "stop": ((), "default"),
+    }
+    assert {name: (done.sampling[name]["value"], done.sampling[name]["source"]) for name in wanted} == wanted
+
+
+def test_lengths_of_the_checkpoint_are_not_taken():
+    resolved = Sampling.resolve(SamplingParams(), {"max_tokens": 5, "max_new_tokens": 6, "max_length": 7})
+    assert (resolved.values["max_tokens"], resolved.sources["max_tokens"]) == (DEFAULTS["max_tokens"], "default")
+
+
+def test_values_that_a_checkpoint_says_are_not_in_force():
+    resolved = Sampling.resolve(SamplingParams(), {"do_sample": False, "temperature": 0.1, "top_k": 3})
+    assert {name: resolved.values[name] for name in DEFAULTS} == DEFAULTS
+    assert Sampling.resolve(SamplingParams(), {"do_sample": True, "temperature": 0.1}).values["temperature"] == 0.1
+
+
+def test_a_value_of_the_checkpoint_that_cannot_be_is_refused_by_name():
+    engine = engine_of({"temperature": -1})
+    with pytest.raises(RingkvError, match=r"generation_config\.json: temperature = -1.*give temperature yourself"):
+        engine.generate([1], SamplingParams(max_tokens=1))
+    assert engine.generate([1], SamplingParams(max_tokens=1, temperature=1.0)).completion_tokens == 1
+
+
+@pytest.mark.parametrize("in_config, in_generation", list(itertools.product([(), (7,), (7, 8)], [None, 9, [9, 10]])))
+@pytest.mark.parametrize("in_tokenizer", [False, True])
+def test_every_ending_token_that_is_named_anywhere_ends_the_text(in_config, in_generation, in_tokenizer):
+    tokenizer = byte_tokenizer() if in_tokenizer else None
+    engine = engine_of({"eos_token_id": in_generation}, tokenizer=tokenizer, eos_ids=in_config)
+    named = {*in_config, *(in_generation if isinstance(in_generation, list) else [in_generation])} - {None}
+    named |= set(tokenizer.eos_ids) if tokenizer else set()
+    for token in {5, 7, 8, 9, 10, *named}:
+        params = SamplingParams(temperature=0, logit_bias={token: 1e4}, max_tokens=3)
+        done = engine.generate([1, 2], params)
+        ended = token in named
+        assert (done.finish_reason, done.completion_tokens) == (("stop", 1) if ended else ("length", 3))
+        assert done.stop_reason == (token if ended else None)
+        assert engine.generate([1, 2], params.replace(ignore_eos=True)).completion_tokens == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
+def test_ids_beyond_the_tokenizer_are_never_drawn(temperature):
+    tokenizer = byte_tokenizer()
+    engine = engine_of(tokenizer=tokenizer)
+    vocabulary = engine.model.config.vocab_size
+    assert vocabulary == tokenizer.size + 40
+    # The padded rows of the head would win every draw.
+    engine.model.head.weight[tokenizer.size :] *= 1000
+    params = SamplingParams(temperature=temperature, top_p=1, seed=1, max_tokens=200, ignore_eos=True)
+    done = engine.generate([1, 2], params.replace(on_repetition="ignore"))
+    assert max(done.token_ids) < tokenizer.size
+    assert len(done.token_ids) == 200
