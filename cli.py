@@ -201,23 +201,44 @@ def bench(
     checkpoint: Checkpoint = None,
     budgets: Annotated[str, option("Budgets to measure (128,512).", RING)] = "128,512",
     lanes: Annotated[str, option("Numbers of lanes to measure (1,4).", MACHINE)] = "1,4",
-    policies: Annotated[str, option("Policies to measure (vase-attnv).", RING)] = "vase-attnv",
+    policies: Annotated[
+        str, option("Policies to measure; a semicolon between those with fields (vase-attnv).", RING)
+    ] = "vase-attnv",
     tokens: Annotated[int, option("Tokens that each lane generates (96).", SAMPLING)] = 96,
     prompt: Annotated[int, option("Tokens of the prompt (128).", SAMPLING)] = 128,
+    compare: Annotated[
+        str | None, option("transformers: the same tokens through it in the same run.", OUTPUT, metavar="PEER")
+    ] = None,
 ) -> None:
     """Measure speed beside the least time that memory allows; the last line is JSON."""
-    from ringkv.console import print_bench
-    from ringkv.engine.measure import bench as measure
+    from ringkv.console import print_bench, print_cards
+    from ringkv.engine import peer
+    from ringkv.engine.measure import Bench, machine
+    from ringkv.engine.report import describe_engine
 
-    wanted_budgets, wanted_lanes = ([count(each.strip()) for each in text.split(",")] for text in (budgets, lanes))
-    chosen = dataclasses.replace(options, model=checkpoint or options.model, budget=None, policy=None)
-    with chosen.engine(1) as engine:
-        names = [name.strip() for name in policies.split(",")]
-        sizes: dict[str, Any] = {"prompt": prompt, "tokens": tokens, "window": engine.ring.config.window}
-        rows = list(measure(engine, wanted_budgets, wanted_lanes, names, **sizes))
-        about = {"bench": "ringkv", "model": engine.name, "device": str(engine.model.device), **sizes}
-    print_bench(rows)
-    _echo_json({**about, "rows": rows})
+    if compare is not None:
+        peer.check_peer(compare)
+    each = [
+        dataclasses.replace(options, model=checkpoint or options.model, budget=count(budget), policy=policy)
+        for budget in _listed(budgets, ",")
+        for policy in _listed(policies, ";" if ":" in policies else ",")
+    ]
+    numbers: list[Any] = [count(number) for number in _listed(lanes, ",")]
+    wanted = Bench([one.ring() for one in each], numbers, prompt, tokens)
+    rows, runs, peers = [], {}, []
+    with each[0].engine(1) as engine:
+        cards = wanted.cards(engine)
+        print_cards(cards)
+        for row, run in wanted.rows(engine, 1e9 * cards[0]["bandwidth_gb_s"]):
+            rows.append(row)
+            runs[row["lanes"]] = run
+        if compare is not None:
+            loaded = peer.load_peer(each[0].model, engine.model.device, engine.model.dtype, options.revision)
+            peers = list(peer.compare(engine, loaded, wanted.ids(engine.model.config), runs))
+        about = {"bench": "ringkv", **describe_engine(engine), "device": str(engine.model.device)}
+    print_bench(rows, peers)
+    about |= {"prompt": prompt, "tokens": tokens}
+    _echo_json({**about, "cards": cards, "rows": rows, "peers": peers, "machine": machine()})
 
 
 @app.command()
@@ -267,6 +288,10 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise RingkvError(f"prompt from stdin: it is not UTF-8 ({error})") from None
+
+
+def _listed(text: str, separator: str) -> list[str]:
+    return [each.strip() for each in text.split(separator)]
 
 
 def _echo_json(value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,15 @@ from rich.table import Table
 
 from ringkv.engine.completion import Completion
 from ringkv.engine.jobs import Status
+from ringkv.engine.plan import size
+
+
+def _stdout() -> Console:
+    """For tables: as wide as the terminal, or wide enough where nobody's terminal says."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 160
+    return console
 
 
 def summary(done: Completion) -> str:
@@ -106,8 +116,6 @@ def job_summary(status: Status, output: str) -> str:
 
 def print_plan(figures: dict[str, Any]) -> None:
     """The arithmetic of an engine's memory on stdout."""
-    from ringkv.engine.plan import size
-
     table = Table("what", "shape", "type", "bytes", "", box=None, pad_edge=False)
     table.add_row("weights", figures["weights"], "", str(figures["weights_bytes"]), size(figures["weights_bytes"]))
     for name, part in figures["tables"].items():
@@ -121,7 +129,7 @@ def print_plan(figures: dict[str, Any]) -> None:
         table.add_row(name, what, "", str(figures[f"{name}_bytes"]), size(figures[f"{name}_bytes"]))
     for tokens, count in figures["full_cache_bytes"].items():
         table.add_row("full cache", f"{tokens} tokens", "", str(count), size(count))
-    console = Console(highlight=False, markup=False)
+    console = _stdout()
     console.print(
         f"{figures['model']}: budget {figures['budget']} + window {figures['window']} slots a KV head, policy "
         f"{figures['policy']}, lanes {figures['lanes']}, {figures['device']}"
@@ -136,25 +144,35 @@ def print_plan(figures: dict[str, Any]) -> None:
         )
 
 
-def print_bench(rows: list[dict[str, Any]]) -> None:
-    """What a step must read and its floor, and then what was measured, on stdout."""
-    console = Console(highlight=False, markup=False)
-    head = ("policy", "budget", "lanes")
-    card = Table(*head, "MB a step", "GB/s", "floor ms", box=None, pad_edge=False)
-    table = Table(
-        *(*head, "prefill tok/s", "first ms", "early ms", "late ms", "tok/s", "GB/s", "of floor", "evicted"),
-        box=None,
-        pad_edge=False,
-    )
+def print_cards(rows: list[dict[str, Any]]) -> None:
+    """What a step must read and the least time of that, on stdout."""
+    table = Table("policy", "budget", "lanes", "MB a step", "copy GB/s", "floor ms", box=None, pad_edge=False)
     for row in rows:
-        own = (row["policy"], str(row["budget"]), str(row["lanes"]))
         cost = (row["step_bytes"] / 1e6, row["bandwidth_gb_s"], row["floor_ms"])
-        card.add_row(*own, *(f"{value:.1f}" for value in cost))
-        names = ("prefill_tok_s", "first_token_ms", "early_ms", "late_ms", "tok_s", "achieved_gb_s")
-        figures = (f"{row[name]:.1f}" for name in names)
-        table.add_row(*own, *figures, f"{row['floor_share']:.0%}", str(row["evictions"]))
-    console.print(card)
-    console.print(table)
+        table.add_row(*_which(row), *(f"{value:.1f}" for value in cost))
+    _stdout().print(table)
+
+
+def print_bench(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> None:
+    """What was measured, on stdout."""
+    speeds = ("prefill tok/s", "first ms", "early ms", "late ms", "tok/s")
+    head = ("policy", "budget", "lanes", *speeds, "GB/s", "of floor", "evicted", "peak")
+    table = Table(*head, box=None, pad_edge=False)
+    for row in rows:
+        measured = (f"{row['achieved_gb_s']:.1f}", f"{row['floor_share']:.0%}", str(row["evictions"]))
+        peak = "" if row["peak_bytes"] is None else size(row["peak_bytes"])
+        table.add_row(*_which(row), *_speeds(row), *measured, peak)
+    for row in peers:
+        table.add_row(f"{row['peer']} {row['dtype']}", "", str(row["lanes"]), *_speeds(row))
+    _stdout().print(table)
+
+
+def _which(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["policy"], str(row["budget"]), str(row["lanes"])
+
+
+def _speeds(row: dict[str, Any]) -> list[str]:
+    return [f"{row[name]:.1f}" for name in ("prefill_tok_s", "first_token_ms", "early_ms", "late_ms", "tok_s")]
 
 
 def print_policies(rows: list[dict[str, Any]]) -> None:
@@ -163,4 +181,4 @@ def print_policies(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         fields = ", ".join(f"{name}={default}" for name, default in row["params"].items())
         table.add_row(row["name"], fields or "-", row["keeps"], row["source"])
-    Console(highlight=False, markup=False).print(table)
+    _stdout().print(table)

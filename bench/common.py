@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+from ringkv.engine.measure import machine
 
 
 def note(text: str) -> None:
@@ -19,8 +18,7 @@ def note(text: str) -> None:
 
 def finish(result: dict[str, Any]) -> None:
     """The last line of a script: one line of JSON, with what it ran on."""
-    machine = {"cpu": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    print(json.dumps(result | {"machine": machine}), flush=True)
+    print(json.dumps(result | {"machine": machine()}), flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,14 +10,13 @@ import argparse
 import os
 import statistics
 import sys
-import time
-from array import array
 
 import psutil
 import torch
 
 from ringkv import Engine, RingConfig, SamplingParams
 from ringkv.bench.common import finish
+from ringkv.engine.measure import Clock
 from ringkv.models.config import ModelConfig, RopeConfig
 from ringkv.models.decoder import Decoder
 
@@ -49,20 +48,18 @@ def main() -> int:
         torch.nn.init.normal_(view, std=0.3)
     ring = RingConfig(budget=256, window=64)
     process, resident, ring_bytes = psutil.Process(os.getpid()), [], set()
-    seconds = array("d")  # compact: this script must not be what grows
+    clock = Clock(model.device)
     with Engine(model, ring=ring) as engine:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0, on_repetition="ignore")
-        before = time.perf_counter()
-        for event in engine.stream(list(range(40)), params):
+        for step, event in enumerate(engine.stream(list(range(40)), params)):
             done = event.completion
-            now = time.perf_counter()
-            seconds.append(now - before)
-            before = now
-            if len(seconds) % 100 == 0:
+            clock.mark()
+            if step % 100 == 99:
                 resident.append(process.memory_info().rss)
                 ring_bytes.add(engine.ring.nbytes)
     assert done is not None
-    early, late = statistics.median(seconds[1000:2000]), statistics.median(seconds[-1000:])
+    times = clock.between()
+    early, late = statistics.median(times[1000:2000]), statistics.median(times[-1000:])
     growth = resident[-1] - resident[9]
     targets = {
         "ring_bytes_change": {"value": len(ring_bytes) - 1, "goal": 0, "met": len(ring_bytes) == 1},
@@ -70,7 +67,7 @@ def main() -> int:
         "late_over_early": {"value": late / early, "goal": 1.1, "met": late <= 1.1 * early},
     }
     print(f"{done.completion_tokens} tokens, {done.ring['evictions']} evictions, ring of {done.ring['bytes']} bytes")
-    print(f"median ms a token: {early * 1e3:.3f} (1,000-2,000), {late * 1e3:.3f} (the last 1,000)")
+    print(f"median ms a token: {early:.3f} (1,000-2,000), {late:.3f} (the last 1,000)")
     print(f"resident memory grew by {growth / 2**20:.2f} MiB after the first 1,000 tokens")
     figures = {"bench": "flat", "model": "random, 4 layers", "dtype": "float32", "tokens": tokens, "seed": 0}
     finish({**figures, "policy": done.ring["policy"], "targets": targets})

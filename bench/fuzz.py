@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ringkv.bench.common import finish
 from ringkv.bench.mutations import INDEX, MUTATIONS, make_bases
+from ringkv.engine.peer import quiet
 from ringkv.errors import RingkvError
 from ringkv.models.decoder import Decoder, Layer
 from ringkv.models.families import HARMLESS
@@ -50,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report = run(Path(folder), options.cases, options.seed, options.first)
-    print(json.dumps(report))
+    finish(report)
     sys.exit(bool(report["failures"]))
 
 
@@ -231,21 +233,6 @@ def opens_nothing_outside(folder: Path) -> Iterator[None]:
         _watched.clear()
     if _strays:
         raise PermissionError(f"opened outside the folder: {_strays[:3]}")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """transformers reports on every load, and would not be heard here."""
-    import transformers
-
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    transformers.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(level)
-        transformers.logging.enable_progress_bar()
 
 
 if __name__ == "__main__":

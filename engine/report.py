@@ -41,7 +41,7 @@ def completion(engine: Engine, generation: Generation) -> Completion:
         error=generation.error,
         timing=generation.timing(),
         sample=request.sample,
-        **_engine(engine),
+        **describe_engine(engine),
         ring=_ring(engine) | generation.figures | report,
     )
 
@@ -66,12 +66,13 @@ def failure(engine: Engine, error: RingkvError) -> Completion:
         error={"type": type(error).__name__, "message": str(error)},
         timing={"queue_s": 0.0, "prefill_s": 0.0, "decode_s": 0.0, "tokens_per_s": 0.0},
         sample=0,
-        **_engine(engine),
+        **describe_engine(engine),
         ring=_ring(engine) | nothing | {"seed": None},
     )
 
 
-def _engine(engine: Engine) -> dict[str, Any]:
+def describe_engine(engine: Engine) -> dict[str, Any]:
+    """What ran: model, types, backend, as results name them."""
     weights, compute, ring = (
         str(dtype).removeprefix("torch.")
         for dtype in (engine.model.weight_dtype, engine.model.dtype, engine.ring.k.dtype)

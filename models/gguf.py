@@ -89,7 +89,7 @@ class GGUFCheckpoint:
     """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
-        self._path, self._gguf = path, gguf_package()
+        self.path, self._gguf = path, gguf_package()
         file = read_gguf(path)
         self._metadata, self._tensors = file.metadata, file.tensors
         general = Keys(self._metadata, f"{path}: ")
@@ -124,7 +124,7 @@ class GGUFCheckpoint:
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer with its chat template, or None where the file holds none."""
-        return gguf_tokenizer(self._metadata, self._path)
+        return gguf_tokenizer(self._metadata, self.path)
 
     def _fill(self, tensor: GGUFTensor, expert: int | None, out: Tensor) -> None:
         order = self._row_order(tensor)
@@ -136,7 +136,7 @@ class GGUFCheckpoint:
         # numpy copies in this thread; torch's threads, woken for every block, take longer than the copy.
         target = matrix.detach().numpy() if out.device.type == "cpu" and out.dtype != torch.bfloat16 else None
         try:
-            with self._path.open("rb") as file, np.errstate(all="ignore"):
+            with self.path.open("rb") as file, np.errstate(all="ignore"):
                 file.seek(tensor.offset + (expert or 0) * tensor.bytes_of(rows * columns))
                 for start in range(0, rows, step):
                     stop = min(start + step, rows)
@@ -149,7 +149,7 @@ class GGUFCheckpoint:
                     else:
                         matrix[block] = torch.from_numpy(values).to(out)
         except (OSError, ValueError) as error:
-            raise RingkvError(f"{self._path}: cannot read {short(tensor.name)}: {error}") from error
+            raise RingkvError(f"{self.path}: cannot read {short(tensor.name)}: {error}") from error
 
     def _named(self, tensor: GGUFTensor) -> Iterator[tuple[str, tuple[GGUFTensor, int | None]]]:
         """The tensor under its Hugging Face name, or its slices under the names of their experts."""
@@ -176,7 +176,7 @@ class GGUFCheckpoint:
             return None
         if tensor.shape[0] % (2 * self.config[heads]):
             raise RingkvError(
-                f"{self._path}: {tensor.name} has {tensor.shape[0]} rows: accepted is a multiple of twice the"
+                f"{self.path}: {tensor.name} has {tensor.shape[0]} rows: accepted is a multiple of twice the"
                 f" {self.config[heads]} heads"
             )
         return np.arange(tensor.shape[0]).reshape(self.config[heads], 2, -1).swapaxes(1, 2).ravel()
@@ -188,7 +188,7 @@ class GGUFCheckpoint:
                 self._gguf.dequantize(np.zeros((1, self._gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
             except NotImplementedError:
                 raise RingkvError(
-                    f"{self._path}: tensor type {kind.name}: accepted is what the gguf package dequantises"
+                    f"{self.path}: tensor type {kind.name}: accepted is what the gguf package dequantises"
                 ) from None
 
     def _config(self) -> dict[str, Any]:
@@ -196,10 +196,10 @@ class GGUFCheckpoint:
         prefix = f"{self._architecture}."
         keys = Keys(
             {key.removeprefix(prefix): value for key, value in self._metadata.items() if key.startswith(prefix)},
-            f"{self._path}: {prefix}",
+            f"{self.path}: {prefix}",
         )
         if (embedding := self._tensors.get("token_embd.weight")) is None:
-            raise RingkvError(f"{self._path}: the tensor token_embd.weight is missing")
+            raise RingkvError(f"{self.path}: the tensor token_embd.weight is missing")
         moe = self._architecture == "qwen3moe"
         hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
         head_dim = keys.integer("attention.key_length", hidden // heads)
@@ -223,7 +223,7 @@ class GGUFCheckpoint:
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "dtype": {"F16": "float16", "BF16": "bfloat16"}.get("".join(matrices), "float32"),
-            "eos_token_id": list(gguf_eos_ids(self._metadata, embedding.shape[0], self._path)),
+            "eos_token_id": list(gguf_eos_ids(self._metadata, embedding.shape[0], self.path)),
         }
         if moe:
             config["num_experts"] = keys.integer("expert_count")
@@ -259,7 +259,7 @@ class GGUFCheckpoint:
         if factors is None or self._architecture != "llama":
             return scaling
         if scaling is not None or len(factors.shape) != 1:
-            raise RingkvError(f"{self._path}: {_ROPE_FACTORS}: accepted is a vector, with no scaling beside it")
+            raise RingkvError(f"{self.path}: {_ROPE_FACTORS}: accepted is a vector, with no scaling beside it")
         values = torch.empty(factors.shape)
         self._fill(factors, None, values)
         return {"rope_type": "gguf_factors", "factors": values.tolist()}
