@@ -118,13 +118,15 @@ def print_plan(figures: dict[str, Any]) -> None:
     """The arithmetic of an engine's memory on stdout."""
     table = Table("what", "shape", "type", "bytes", "", box=None, pad_edge=False)
     table.add_row("weights", figures["weights"], "", str(figures["weights_bytes"]), size(figures["weights_bytes"]))
+    if figures["load_bytes"] > figures["weights_bytes"]:
+        table.add_row("  loading", "while they are packed", "", str(figures["load_bytes"]), size(figures["load_bytes"]))
     for name, part in figures["tables"].items():
         table.add_row(f"  {name}", str(list(part["shape"])), part["dtype"], str(part["bytes"]), size(part["bytes"]))
     for name, what in (
         ("ring", "the sum of these"),
         ("scratch", "of evictions"),
         ("prefill", f"at most, {figures['prompt_tokens']} tokens"),
-        ("total", ""),
+        ("total", "at the worst moment"),
     ):
         table.add_row(name, what, "", str(figures[f"{name}_bytes"]), size(figures[f"{name}_bytes"]))
     for tokens, count in figures["full_cache_bytes"].items():

@@ -10,7 +10,7 @@ from ringkv.engine.loading import placed
 from ringkv.engine.plan import PROMPT, Planner, free_memory, parse_size, settle
 from ringkv.errors import RingkvError
 from ringkv.models.config import ModelConfig
-from ringkv.models.weights import open_checkpoint
+from ringkv.models.weights import open_config
 
 FULL_CACHES = (4096, 32768, 131072)  # tokens
 _MOST = 1 << 24  # lanes and budget that are looked for
@@ -27,10 +27,10 @@ def estimate(
     dtype: str = "auto",
     revision: str | None = None,
 ) -> dict[str, Any]:
-    """Bytes of an engine, how many lanes and what budget fit, and full caches beside it; loads no weight.
+    """Bytes of an engine, how many lanes and what budget fit, and full caches beside it; opens no weight.
 
     Args:
-        model: as ``open_checkpoint`` takes it.
+        model: as ``open_checkpoint`` takes it; of a folder or hub id config.json is enough.
         prompt: tokens of the prompt whose prefill must fit.
         memory: a size such as "24GiB"; None is what is free on the device.
 
@@ -40,9 +40,11 @@ def estimate(
     check_count("lanes", lanes)
     if isinstance(prompt, bool) or not isinstance(prompt, int) or prompt < 1:
         raise RingkvError.bad("prompt", prompt, "an int >= 1")
-    checkpoint = open_checkpoint(model, revision=revision)
-    config = ModelConfig.from_hf(checkpoint.config)
+    name, keys = open_config(model, revision=revision)
+    config = ModelConfig.from_hf(keys)
     place, number, packed = placed(config, device, dtype)
+    if dtype == "auto" and place.type == "cuda" and not (keys.get("dtype") or keys.get("torch_dtype")):
+        raise RingkvError("dtype = 'auto': config.json names none, and no weight is looked at: accepted is a type here")
     room = free_memory(place) if memory is None else parse_size(memory)
     if "auto" in (ring.budget, lanes):
         ring, lanes = settle(config, ring, lanes, number, place, packed=packed, free=room)
@@ -50,7 +52,7 @@ def estimate(
     planner = Planner(config, number, prompt, packed)
     plan = planner.plan(ring, lanes)
     figures = {
-        "model": checkpoint.name,
+        "model": name,
         "device": str(place),
         "policy": ring.policy if isinstance(ring.policy, str) else ring.policy.name,
         "weights": "float16, products packed" if packed else plan.dtype,

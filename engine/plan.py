@@ -56,6 +56,8 @@ class Plan:
     Attributes:
         budget, window, lanes: what was planned. dtype: of weights, activations and ring.
         weights_bytes, ring_bytes, scratch_bytes: what the engine holds as long as it lives, to the byte.
+        load_bytes: weights at the worst moment of loading, before there is a ring: more than ``weights_bytes`` where
+            they are read in float32 and then packed.
         prompt_tokens, prefill_bytes: live tensors at the worst moment of reading such a prompt, beside the above; an
             upper bound, since what retention and routing choose is only known from the data.
         token_bytes: keys and values of one token in a cache that keeps all, one lane.
@@ -67,6 +69,7 @@ class Plan:
     lanes: int
     dtype: str
     weights_bytes: int
+    load_bytes: int
     ring_bytes: int
     scratch_bytes: int
     prompt_tokens: int
@@ -77,7 +80,7 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         """All of it at the worst moment."""
-        return self.weights_bytes + self.ring_bytes + self.scratch_bytes + self.prefill_bytes
+        return max(self.load_bytes, self.weights_bytes + self.ring_bytes + self.scratch_bytes + self.prefill_bytes)
 
     def full_cache_bytes(self, tokens: int) -> int:
         """Keys and values of all lanes where nothing is ever evicted."""
@@ -100,7 +103,11 @@ class Planner:
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype, prompt: int = PROMPT, packed: bool = False) -> None:
         self.model, self.dtype, self.prompt = model, dtype, prompt
-        self.weights_bytes = _packed_bytes(model) if packed else Decoder(model, META, dtype).nbytes
+        self.weights_bytes = self.load_bytes = Decoder(model, META, dtype).nbytes
+        if packed:
+            # The head is packed, and the embedding rounded, before anything of what was read is freed.
+            self.load_bytes += 4 * model.vocab_size * model.hidden_size
+            self.weights_bytes = _packed_bytes(model)
 
     def plan(self, config: RingConfig, lanes: int) -> Plan:
         """The figures of an engine with this ring."""
@@ -111,6 +118,7 @@ class Planner:
             lanes=lanes,
             dtype=str(self.dtype).removeprefix("torch."),
             weights_bytes=self.weights_bytes,
+            load_bytes=self.load_bytes,
             ring_bytes=ring.nbytes,
             scratch_bytes=ring.scratch.nbytes,
             prompt_tokens=self.prompt,
@@ -129,6 +137,8 @@ class Planner:
 
     def most_lanes(self, config: RingConfig, memory: int, most: int) -> int:
         """How many lanes fit in so many bytes, weights and prefill included; at most ``most``, 0 if not even one."""
+        if self.load_bytes > memory:
+            return 0
         left = memory - self.weights_bytes - self.prefill_bytes(config)
         return _largest(lambda lanes: self.held_bytes(config, lanes) <= left, most)
 
@@ -138,7 +148,7 @@ class Planner:
         def fits(budget: int) -> bool:
             sized = replace(config, budget=budget)
             held = self.weights_bytes + self.held_bytes(sized, lanes)
-            return held <= memory and held + self.prefill_bytes(sized) <= memory
+            return max(held, self.load_bytes) <= memory and held + self.prefill_bytes(sized) <= memory
 
         before = config.least_budget - 1
         more = _largest(lambda more: fits(before + more), most - before)
@@ -197,7 +207,7 @@ def settle(
     free = free_memory(device) if free is None else free
     planner = Planner(model, dtype, packed=packed)
     if loaded:
-        planner.weights_bytes = 0
+        planner.weights_bytes = planner.load_bytes = 0
     if "auto" in (ring.budget, lanes):
         if free is None:
             raise RingkvError("auto: this system does not tell its free memory; give budget and lanes as ints")
@@ -209,6 +219,9 @@ def settle(
             lanes = max(1, planner.most_lanes(ring, room, MOST_LANES))
     assert isinstance(lanes, int)
     held = planner.held_bytes(ring, lanes)
+    if free is not None and planner.load_bytes > free:
+        weights = f"loading takes {size(planner.load_bytes)} for weights that then take {size(planner.weights_bytes)}"
+        raise RingkvError(f"memory: {weights}, and {size(free)} are free on {device}")
     if free is not None and planner.weights_bytes + held > free:
         weights = f"weights {size(planner.weights_bytes)} + " * (not loaded)
         raise RingkvError(

@@ -23,8 +23,11 @@ NEEDED = [
 ]
 
 
-def fetch(hub_id: str, revision: str | None = None) -> Path:
+def fetch(hub_id: str, revision: str | None = None, *, config_only: bool = False) -> Path:
     """The folder of a snapshot in the local hub cache, downloaded if it is not there.
+
+    Args:
+        config_only: config.json is all that is downloaded, and all that must be there.
 
     The client reads the token (``HF_TOKEN`` or a login), ``HF_HUB_OFFLINE``, ``HF_HOME``, and shows progress bars on
     a terminal.
@@ -37,7 +40,9 @@ def fetch(hub_id: str, revision: str | None = None) -> Path:
 
     at = hub_id if revision is None else f"{hub_id} at revision {revision!r}"
     try:
-        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=NEEDED))
+        folder = Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=["config.json"] if config_only else NEEDED)
+        )
     except errors.GatedRepoError as error:
         raise RingkvError(
             f"{at}: this repository is gated: accept its terms at {constants.ENDPOINT}/{hub_id}, then log in with "
@@ -60,11 +65,13 @@ def fetch(hub_id: str, revision: str | None = None) -> Path:
     except Exception as error:
         # The client lets through the errors of whichever HTTP library it uses, and those of the disk.
         raise RingkvError(f"{at}: the download failed: {type(error).__name__}: {_line(error)}") from error
-    return _whole(folder, at)
+    return _whole(folder, at, config_only)
 
 
-def _whole(folder: Path, at: str) -> Path:
+def _whole(folder: Path, at: str, config_only: bool) -> Path:
     """Refuse a snapshot whose links lead nowhere: its blobs were deleted or never arrived."""
+    if config_only and (folder / "config.json").exists():
+        return folder
     remedy = f"delete {folder.parents[1]} and run again while online"
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and not path.exists():
@@ -74,7 +81,7 @@ def _whole(folder: Path, at: str) -> Path:
     if not (folder / "config.json").exists() or not any((folder / name).exists() for name in (SINGLE, INDEX)):
         raise RingkvError(
             f"{at}: {folder} holds no config.json with {SINGLE} or {INDEX}: either the repository has none (GGUF and "
-            f"pickle repositories are not read from the hub), or the cache is broken: then {remedy}"
+            f"pickle repositories are not read from the hub), or the cache is incomplete: then {remedy}"
         )
     return folder
 

@@ -112,6 +112,17 @@ def test_bad_options_are_one_line_and_exit_code_2(tiny, arguments, field):
     assert done.stderr.count("\n") == 1
 
 
+def test_auto_generates_with_what_fits(tiny, monkeypatch):
+    monkeypatch.setattr("ringkv.engine.plan.MOST_BUDGET", 70)
+    monkeypatch.setattr("ringkv.engine.plan.MOST_LANES", 3)
+    options = ["--budget", "auto", "--lanes", "auto", "--window", "4", "--max-tokens", "3", "--json"]
+    done = CliRunner().invoke(app, ["generate", "Hi", "-m", str(tiny), *options])
+    ring = json.loads(done.stdout)["ring"]
+    assert (done.exit_code, ring["budget"], ring["capacity"]) == (0, 70, 74)
+    one = CliRunner().invoke(app, ["generate", "Hi", "-m", str(tiny), *options, "--lanes", "1"])
+    assert ring["bytes"] == 3 * json.loads(one.stdout)["ring"]["bytes"]
+
+
 @pytest.mark.parametrize("option", ["--budget", "--lanes"])
 def test_a_file_of_prompts_wants_sizes_that_a_resumed_run_has_too(tiny, tmp_path, option):
     (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')

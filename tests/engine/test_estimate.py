@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
+import torch
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from ringkv import Engine, RingConfig
 from ringkv.cli import app
+from ringkv.engine import estimate
+from ringkv.models.linear import can_pack
 
 
 def plan(*arguments):
@@ -70,3 +75,56 @@ def test_what_is_not_accepted_is_one_line_and_code_2(tiny_checkpoint, option, va
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.fixture
+def config_only(tiny_checkpoint, tmp_path, monkeypatch):
+    """The hub id of a model of whose files the cache holds config.json alone."""
+    repository = tmp_path / "models--owner--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (folder := repository / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    shutil.copy(tiny_checkpoint("qwen2") / "config.json", folder)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return "owner/model"
+
+
+def test_a_hub_id_needs_its_configuration_alone(tiny_checkpoint, config_only):
+    told = json.loads(plan(config_only, "--json")[1])
+    assert told["model"] == config_only
+    own = json.loads(plan(tiny_checkpoint("qwen2"), "--json")[1])
+    different = {"model", "memory_bytes", "most_lanes", "most_budget"}
+    assert {name: told[name] for name in told.keys() - different} == {
+        name: own[name] for name in own.keys() - different
+    }
+    code, out, err = plan("owner/other")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_folder_needs_its_configuration_alone(tiny_checkpoint, tmp_path, monkeypatch):
+    config = json.loads((tiny_checkpoint("llama") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert plan(tmp_path)[0] == 0
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, err = plan(tmp_path)
+    assert (code, "safetensors" in err) == (2, True)
+
+
+def test_a_type_that_nobody_names_is_asked_for(config_only, tmp_path, monkeypatch):
+    gpu = (torch.device("cuda"), torch.float32, False)
+    monkeypatch.setattr(estimate, "placed", lambda *_: gpu)
+    monkeypatch.setattr(estimate, "free_memory", lambda _: 1 << 30)
+    assert plan(config_only)[0] == 0
+    (path,) = tmp_path.rglob("config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": None}))
+    assert "dtype = 'auto': config.json names none" in plan(config_only)[2]
+    assert plan(config_only, "--dtype", "bfloat16")[0] == 0
+
+
+def test_the_table_says_what_packing_takes(tiny_checkpoint):
+    folder = tiny_checkpoint("llama")
+    assert ("while they are packed" in plan(folder, "--dtype", "float16")[1]) is can_pack()
+    assert "while they are packed" not in plan(folder, "--dtype", "float32")[1]

@@ -10,17 +10,40 @@ import torch
 from ringkv import Engine, RingConfig, RingkvError
 from ringkv.engine import plan
 from ringkv.engine.plan import LiveBytes, Planner, free_memory, parse_size, settle
+from ringkv.engine.policies import POLICIES
+from ringkv.models.config import MoeConfig
 from ringkv.models.decoder import Decoder
 from ringkv.models.linear import can_pack
+from ringkv.models.weights import StateDictCheckpoint, load_decoder
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
 CPU = torch.device("cpu")
 
 
-def model_shaped(**changes):
+def model_shaped(family="llama", **changes):
     """SmolLM2's proportions, a few layers of it."""
     sizes = {"vocab_size": 4096, "hidden_size": 576, "intermediate_size": 1536, "head_dim": 64, "tie_embeddings": True}
-    return tiny_config(heads=9, kv_heads=3, layers=4, **{**sizes, **changes})
+    return tiny_config(family, **{**sizes, "heads": 9, "kv_heads": 3, "layers": 4, **changes})
+
+
+SHAPES = {
+    "as SmolLM2": model_shaped(),
+    "as many KV heads": model_shaped(heads=8, kv_heads=8, head_dim=32, hidden_size=256, tie_embeddings=False),
+    "one KV head": model_shaped("qwen3", heads=16, kv_heads=1, hidden_size=512, intermediate_size=2048, layers=3),
+    "sparse": model_shaped(
+        "qwen3", heads=4, kv_heads=2, hidden_size=256, layers=3, moe=MoeConfig(8, 2, 128, True, (1, 2))
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def decoders():
+    """Random decoders of the shapes, in float32."""
+    made = {name: Decoder(config, CPU, torch.float32) for name, config in SHAPES.items()}
+    for decoder in made.values():
+        for view in decoder.destinations().values():
+            view.normal_(std=0.05)
+    return made
 
 
 @pytest.mark.parametrize("lanes", [1, 3, 8])
@@ -65,6 +88,34 @@ def test_the_prefill_peak_bounds_what_a_prefill_keeps_alive(policy, dtype, n):
         with LiveBytes() as live:
             engine._runner.prefill(0, torch.randint(0, 4096, (n,)).tolist())
     assert live.peak <= planned <= 1.15 * live.peak
+
+
+@pytest.mark.parametrize("retention", ["all", "refreekv"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_prefill_peak_of_every_policy_and_shape(decoders, shape, policy, retention):
+    if policy == "full" and retention != "all":
+        retention = None
+    ring = RingConfig(500 if policy == "full" else 256, 64, policy, retention)
+    planned = Planner(SHAPES[shape], torch.float32, prompt=400).prefill_bytes(ring)
+    with Engine(decoders[shape], ring=ring) as engine:
+        engine.ring.reset(0, seed=0)
+        with LiveBytes() as live:
+            engine._runner.prefill(0, torch.randint(0, 4096, (400,)).tolist())
+    assert live.peak <= planned <= 1.15 * live.peak
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_peak_of_loading_packed_weights(tied):
+    config = model_shaped(tie_embeddings=tied)
+    weights = tiny_weights(config, torch.float32)
+    planner = Planner(config, torch.float32, packed=True)
+    with LiveBytes() as live:
+        load_decoder(StateDictCheckpoint(weights, config), CPU, torch.float32).pack()
+    # The packed head is no tensor and not counted; what is left of the parameters, shapes without data, is.
+    packed_head, shapes = 2 * config.vocab_size * config.hidden_size, Decoder(config, CPU, torch.float32).nbytes
+    assert planner.load_bytes == pytest.approx(live.peak + packed_head - shapes, rel=1e-3)
+    assert planner.load_bytes > 1.9 * planner.weights_bytes - packed_head
 
 
 def test_live_bytes_counts_what_lives_and_not_views_or_writes_in_place():
@@ -129,6 +180,22 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(monkeypatch):
         settle(config, ring, 2, torch.float32, CPU)
     with pytest.raises(RingkvError, match="memory: "):
         Engine(tiny_weights(config, torch.float32), config=config, ring=ring, lanes=2, dtype="float32")
+
+
+def test_what_cannot_be_loaded_is_refused_with_the_arithmetic(monkeypatch):
+    config, ring = model_shaped(vocab_size=49152, layers=30), RingConfig(48, 8)
+    planner = Planner(config, torch.float32, packed=True)
+    assert planner.plan(ring, 1).total_bytes == planner.load_bytes
+    monkeypatch.setattr(plan, "free_memory", lambda device: planner.load_bytes)
+    settle(config, ring, 1, torch.float32, CPU, packed=True)
+    monkeypatch.setattr(plan, "free_memory", lambda device: planner.load_bytes - 1)
+    settle(config, ring, 1, torch.float32, CPU, packed=True, loaded=True)
+    with pytest.raises(RingkvError, match=r"^memory: loading takes .* for weights that then take .* are free on cpu$"):
+        settle(config, ring, 1, torch.float32, CPU, packed=True)
+    assert planner.most_lanes(ring, planner.load_bytes, 1) == 1
+    assert planner.most_lanes(ring, planner.load_bytes - 1, 1) == 0
+    assert planner.most_budget(ring, 1, planner.load_bytes, 60) == 60
+    assert planner.most_budget(ring, 1, planner.load_bytes - 1, 60) == 0
 
 
 @pytest.mark.parametrize("value", ["many", 0, 1.5, None, True])

