@@ -170,13 +170,15 @@ class Terminal:
     def _answer(self, events: Iterator[StreamEvent], came: list[int]) -> bool:
         """Show an answer as it comes; returns whether it is none of the errors."""
         thought, part, done = 0, "", None
+        tags = self.session.engine.prompts.tags
+        borders = tags.ids or () if tags is not None else ()
         with closing(events):  # type: ignore[type-var]
             for event in events:
                 done = event.completion
                 if came:
                     self.session.engine.cancel(0)
                 if event.channel == THINKING:
-                    thought += len(event.token_ids)
+                    thought += sum(token not in borders for token in event.token_ids)
                     if not self.session.show_thinking:
                         self._pass(f"thinking, {thought} tokens")
                         continue

@@ -142,15 +142,13 @@ class ChatSession:
         """
         if self._answer is None or not self.unfinished:
             raise RingkvError("continue: no answer was cut off by max_tokens or Ctrl-C")
-        pin, tags = self.engine.ring.config.pin, self.engine.prompts.tags
-        if pin != "none":
-            raise RingkvError(f"continue: pin = {pin!r}: accepted is 'none'; /retry with a larger max_tokens")
+        tags = self.engine.prompts.tags
         if self._answer.channel == THINKING and tags is not None and tags.ids is None:
             raise RingkvError(f"continue: it stopped inside a thought, and {tags.close} is not a single token")
         answer = self._whole(self._answer)
-        prompt = self.engine.prompts.encode(answer.prompt, answer.thinking) + answer.ids
-        params = self.params if answer.seed is None else self.params.replace(seed=answer.seed)
-        events = self.engine.stream(prompt, params, on_prefill=on_prefill)
+        seed = self.params.seed if answer.seed is None else answer.seed
+        params = self.params.replace(seed=seed, thinking=answer.thinking)
+        events = self.engine.stream(answer.prompt, params, on_prefill=on_prefill, begun=answer.ids)
         return self._take(answer, self._spaced(events) if answer.ids else events)
 
     def _ask(

@@ -34,6 +34,7 @@ HINTS = (
     "Ctrl-C stops an answer, and leaves at the prompt.",
 )
 _ALIASES = {"/exit": "/quit"}
+_WITH_TEXT = ("/system", "/set", "/save", "/load")
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def handle(session: ChatSession, line: str, on_prefill: Progress | None = None) 
         "/quit": lambda: Reply(quit=True),
     }
     if name in actions:
+        if rest and name not in _WITH_TEXT:
+            raise RingkvError(f"{name} = {rest!r}: accepted is {name} alone")
         return actions[name]()
     close = difflib.get_close_matches(name, COMMANDS, 1)
     hint = f"did you mean {close[0]}?" if close else "/help lists them;"

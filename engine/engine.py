@@ -159,18 +159,20 @@ class Engine:
         *,
         raw: bool = False,
         on_prefill: Progress | None = None,
+        begun: Sequence[int] = (),
     ) -> Iterator[StreamEvent]:
         """Generate from one prompt, event by event; the last one carries the completion. Closing it cancels.
 
         Args:
             on_prefill: called with (layers done, layers in all) while the prompt is read.
+            begun: tokens of an answer to go on with; they are read with the prompt, and a pin ends before them.
         """
         if self.prompts.is_batch(prompt):
             raise RingkvError("stream: one prompt at a time; use iterate or generate for a list")
         params = _one(params)
         if params.n > 1:
             raise RingkvError(f"stream: n = {params.n} samples; accepted is 1 (use generate)")
-        return self._events(self.prompts.prepare(prompt, params, index=0, raw=raw), on_prefill)
+        return self._events(self.prompts.prepare(prompt, params, index=0, raw=raw, begun=begun), on_prefill)
 
     def iterate(
         self,

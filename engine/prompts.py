@@ -66,8 +66,13 @@ class Prompts:
         one = all(isinstance(each, int) for each in prompts) or all(isinstance(each, Mapping) for each in prompts)
         return not one or not prompts
 
-    def prepare(self, prompt: Any, params: SamplingParams, index: int, raw: bool) -> list[Request]:
+    def prepare(
+        self, prompt: Any, params: SamplingParams, index: int, raw: bool, begun: Sequence[int] = ()
+    ) -> list[Request]:
         """The requests of one prompt, one a sample.
+
+        Args:
+            begun: see ``Engine.stream``.
 
         Raises:
             RingkvError: an empty prompt, one that cannot fit, ids the model does not know.
@@ -87,6 +92,8 @@ class Prompts:
                 raise RingkvError("raw: messages need the chat template, which raw mode leaves out; give a text or ids")
             ids = self.encode(messages, params.thinking)
         ids = self.check_ids(ids)
+        pin = self._pin(ids, messages)
+        ids += self.check_ids(begun) if begun else []
         sampling = Sampling.resolve(params, self.generation_config)
         seed = effective_seed(params.seed, self.engine_seed, index, sampling.greedy)
         request = Request(
@@ -94,7 +101,7 @@ class Prompts:
             ids=ids,
             sampling=self._fit(len(ids), sampling),
             seed=seed,
-            pin=self._pin(ids, messages),
+            pin=pin,
             stop_ids=self._stop_ids(params),
             position_limit=self.config.max_position_embeddings,
             **self._thought(ids, params, sampling),

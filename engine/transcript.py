@@ -61,8 +61,9 @@ class Transcript:
         Raises:
             RingkvError: a file that cannot be read, or that holds no conversation.
         """
+        file = _path("load", path)
         try:
-            return cls._of(json.loads(_path("load", path).read_text(encoding="utf-8")))
+            return cls._of(json.loads(file.read_text(encoding="utf-8")))
         except RingkvError as error:
             raise RingkvError(f"load: {str(path)!r}: {error}") from None
         except OSError as error:

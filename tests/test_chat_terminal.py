@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -10,12 +11,17 @@ import subprocess
 import sys
 import termios
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ringkv import Engine, RingConfig, SamplingParams
-from ringkv.terminal import read_message
+from ringkv.engine.chat import ChatSession
+from ringkv.engine.commands import handle
+from ringkv.terminal import Terminal, read_message
+from scripted import Script
 
 RINGKV = Path(sys.executable).with_name("ringkv")
 OPTIONS = ["--budget", "24", "--window", "4", "--threads", "1", "--seed", "5"]
@@ -111,6 +117,69 @@ def test_a_conversation_on_a_terminal(tiny_chat_checkpoint):
     screen.until("\n")
     assert screen.process.wait(30) == 0
     assert termios.tcgetattr(screen.slave) == screen.before, "the terminal is restored"
+
+
+def test_lines_are_edited_and_called_back(tiny_chat_checkpoint):
+    """readline: an arrow brings the last line back, and what is typed on it is edited."""
+    screen = Screen(tiny_chat_checkpoint, "--max-tokens", "5")
+    screen.until("> ")
+    screen.type("/system Be brief.\n")
+    assert "system: Be brief." in screen.until("\n> ")
+    screen.type("\x1b[A\x7f too\n")
+    assert "system: Be brief too" in screen.until("\n> ")
+    screen.type("\x04")
+    assert screen.process.wait(30) == 0
+
+
+def test_a_thought_is_folded_and_unfolded():
+    script = Script(lambda ids: script.ids("<think>\nhm hm\n</think>\n\nYes<|im_end|>"))
+    session = ChatSession(script.engine, SamplingParams(temperature=0), show_thinking=False)
+    file = on_terminal(terminal := Terminal(session, never))
+    terminal._answer(session.send("Hi"), [])
+    folded = file.getvalue()
+    assert "hm" not in ESCAPES.sub("", folded)
+    count = session.last.thinking_tokens
+    assert count == len("\nhm hm\n")
+    assert f"[a thought of {count} tokens; /think shows it]" in folded
+    assert f"thinking, {count} tokens" in folded
+    terminal._say(handle(session, "/think").text)
+    assert "hm hm" in file.getvalue()
+    terminal._answer(session.send("Hi"), [])
+    assert "\x1b[2mh" in file.getvalue().removeprefix(folded), "a thought that is shown is dimmed"
+
+
+def test_reading_a_long_prompt_shows_how_far_it_is(monkeypatch):
+    script = Script(lambda ids: script.ids("Yes<|im_end|>"))
+    session = ChatSession(script.engine, SamplingParams(temperature=0))
+    file = on_terminal(terminal := Terminal(session, never))
+    progress = terminal._prefill([])
+    progress(1, 4)
+    assert file.getvalue() == "", "nobody waits yet"
+    monkeypatch.setattr("ringkv.terminal._NOTICEABLE", -1)
+    progress(2, 4)
+    assert "reading the prompt ##########.......... 50%" in ESCAPES.sub("", file.getvalue())
+    terminal._erase()
+    assert file.getvalue().endswith("\r\x1b[2K")
+    terminal._live = False
+    progress(3, 4)
+    assert "75%" not in file.getvalue()
+    terminal._prefill([2])(3, 4)
+    assert session.engine._cancelled == {0}
+
+
+@contextmanager
+def never():
+    """Nobody interrupts."""
+    yield []
+
+
+def on_terminal(terminal):
+    """Let a terminal draw as on a real one; returns where to."""
+    file = io.StringIO()
+    terminal._out = terminal._err = Console(file=file, force_terminal=True, width=100, color_system="standard")
+    terminal.drawn = terminal._live = True
+    terminal._blocks = "#."
+    return file
 
 
 def test_a_dumb_terminal_gets_no_colour_and_no_bar(tiny_chat_checkpoint):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from ringkv import RingkvError, SamplingParams
+from ringkv import RingConfig, RingkvError, SamplingParams
 from ringkv.engine.chat import ChatSession
 from ringkv.engine.commands import COMMANDS, handle
 from scripted import Script
@@ -15,14 +15,14 @@ from scripted import Script
 class Asked:
     """A session whose model answers with given texts, and keeps the prompts that it read."""
 
-    def __init__(self, *answers, **options):
+    def __init__(self, *answers, ring=None, **options):
         self.prompts, left = [], list(answers)
 
         def script(ids):
             self.prompts.append(ids)
             return self.script.ids(left.pop(0))
 
-        self.script = Script(script)
+        self.script = Script(script, ring=ring)
         self.session = ChatSession(self.script.engine, SamplingParams(**{"temperature": 0, **options}))
 
     def say(self, text):
@@ -55,6 +55,32 @@ def test_a_cut_answer_goes_on_from_its_tokens():
     assert not asked.session.unfinished
     with pytest.raises(RingkvError, match="no answer was cut off"):
         asked.session.resume()
+
+
+@pytest.mark.parametrize("pin", ["system", "prompt"])
+def test_a_cut_answer_goes_on_under_a_pin_that_ends_before_it(pin):
+    """The same span is pinned for the rest of the answer as for its beginning, and never the answer."""
+    asked = Asked("one two", f" three{END}", max_tokens=7, ring=RingConfig(120, 8, "streaming", "all", pin=pin))
+    asked.session.set_system("Be brief.")
+    asked.say("Hi")
+    ring = asked.script.engine.ring
+    before = int(ring.pin[0])
+    system = len(asked.script.ids("<|im_start|>system\nBe brief.<|im_end|>\n"))
+    assert before == (system if pin == "system" else len(asked.prompts[0]))
+    list(asked.session.resume())
+    assert asked.prompts[1] == asked.prompts[0] + asked.script.ids("one two")
+    assert int(ring.pin[0]) == before
+    assert asked.session.turns[-1]["content"] == "one two three"
+
+
+def test_a_thought_goes_on_as_it_began_though_the_option_changed():
+    asked = Asked("<think>\nab", f"c\n</think>\n\nYes{END}", max_tokens=4)
+    asked.say("Hi")
+    asked.session.set("thinking", False)
+    list(asked.session.resume())
+    assert asked.prompts[1] == asked.prompts[0] + asked.script.ids("<think>\nab")
+    assert asked.session.thought.strip() == "abc"
+    assert asked.session.params.thinking is False
 
 
 def test_half_a_character_is_drawn_again_when_an_answer_goes_on():
@@ -175,6 +201,14 @@ def test_commands_do_what_help_says():
     assert session.messages == []
 
 
+@pytest.mark.parametrize("name", ["/help", "/reset", "/think", "/stats", "/retry", "/continue", "/quit"])
+def test_what_a_command_has_no_use_for_is_refused(name):
+    session = Asked().session
+    with pytest.raises(RingkvError, match=f"^{name} = 'now please': accepted is {name} alone$"):
+        handle(session, f"{name} now please")
+    assert session.show_thinking
+
+
 def test_save_and_load(tmp_path):
     asked = Asked(f"Yes ✓{END}", stop=["x"], logit_bias={3: 1.0})
     handle(asked.session, "/system Be brief.")
@@ -223,7 +257,8 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
     (tmp_path / "bad").write_bytes(b"\xff{")
     for line, message in {
         "/save": "save = ''|save: save",
-        "/load": "load",
+        "/load": "^load = '': accepted is the name of a file$",
+        "/load ~nobody-of-this-name/x": "^load: '~nobody-of-this-name/x': Could not",
         f"/save {tmp_path}/none/x": "save: .*no folder",
         f"/load {tmp_path}/x": "No such file",
         f"/load {tmp_path}": "load: ",
