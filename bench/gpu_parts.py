@@ -20,12 +20,13 @@ from ringkv.engine.runner import Runner
 from ringkv.engine.sampling import Sampler, Sampling
 from ringkv.engine.steering import Steering
 from ringkv.kernels.advance import commit
-from ringkv.kernels.append import append, value_range
+from ringkv.kernels.append import append, record, value_range
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.backend import use
 from ringkv.kernels.norm import add_rms_norm
 from ringkv.kernels.penalize import penalize
 from ringkv.kernels.philox import philox
+from ringkv.kernels.rotate import Angles
 from ringkv.kernels.sample import Filters, sample
 from ringkv.kernels.select import free, lowest
 from ringkv.kernels.silu import silu_mul
@@ -165,11 +166,13 @@ def kernel_cases(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> I
     yield "silu_mul", lambda: silu_mul(gate_up)
 
     qkv = normal(lanes, (config.heads + 2 * config.kv_heads) * config.head_dim)
-    cos, sin = one.rope.cos_sin(ring.seen)
+    angles = Angles(*one.rope.cos_sin(ring.seen))
 
     def appended() -> Tensor:
         ring.begin_step()
-        q = append(qkv, layer.qk_norms, 1e-6, cos, sin, ring._views[0], ring._places[0])
+        q = append(qkv, layer.qk_norms, 1e-6, angles, ring._views[0], ring._places[0])
+        if ring._places[0] is not None:
+            record(q[None], ring.v, ring.v_range, ring.queries, *ring._written)
         return torch.cat([x.view(-1, config.head_dim) for x in (q, ring.k, ring.v, ring.queries)])
 
     yield "append", appended

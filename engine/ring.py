@@ -8,6 +8,7 @@ know (counts, spans) it mirrors, since every change follows from what it launche
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -19,11 +20,12 @@ from ringkv.engine.policies import as_policy, priorities
 from ringkv.engine.retention import as_retention
 from ringkv.engine.state import PolicyState
 from ringkv.kernels.advance import advance
-from ringkv.kernels.append import append, value_range
+from ringkv.kernels.append import append, record, value_range
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.backend import runs_triton
 from ringkv.kernels.layer import LayerRing, Places, places
 from ringkv.kernels.pairs import Pairs
+from ringkv.kernels.rotate import Angles
 from ringkv.kernels.select import free, lowest, partition
 from ringkv.models.config import ModelConfig
 
@@ -85,6 +87,8 @@ class Ring:
             for layer in range(model.layers)
         ]
         self._places: list[Places | None] = [None] * model.layers
+        self._written: tuple[Tensor, Tensor, Tensor | None]  # of the step that runs: see ``places``
+        self._asked: list[Tensor] = []  # its queries, layer by layer
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is counted in ``nbytes``, by name."""
@@ -142,26 +146,33 @@ class Ring:
         self.position.view(self.layers, -1).scatter_(1, rows, marks.expand(self.layers, -1))
         written = np.zeros_like(self.spans)
         written[:, self.running] = np.maximum(self.spans, self.counts + 1)[:, self.running]
-        self._places = [Places(rows[layer], query_rows, lanes, spans) for layer, spans in enumerate(written.tolist())]
+        written = np.minimum(-(-written // 64) * 64, self.config.capacity)  # so that views of them last some steps
+        self._places = list(map(Places, rows.unbind(), repeat(lanes), written.tolist()))
+        self._written, self._asked = (rows, query_rows, lanes), []
 
     def attend(
-        self, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
+        self, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles: Angles
     ) -> Tensor:
         """Write one token a running lane into a layer, and attend to what is live in it.
 
         Args:
             qkv: [B, (Hq + 2H) * D], the fused projection; rows of lanes that do not run are ignored.
             norms: the weights [D] of the query and the key norm, or None; eps: theirs.
-            cos, sin: [B, D/2] float32, the angles of position ``seen``.
+            angles: [B, D/2], of position ``seen``.
 
         Returns:
             [B, Hq, D]; zeros for a lane that does not run.
         """
         view, at = self._views[layer], self._places[layer]
-        return decode_attention(append(qkv, norms, eps, cos, sin, view, at), view, at)
+        q = append(qkv, norms, eps, angles, view, at)
+        self._asked.append(q)
+        return decode_attention(q, view, at)
 
     def end_step(self) -> None:
-        """Count the token that every running lane has written."""
+        """Write what waits for the end of a step, and count the token that every running lane has written."""
+        if not runs_triton(self.k):
+            record(torch.stack(self._asked), self.v, self.v_range, self.queries, *self._written)
+        self._asked = []
         advance(self.active, self.count, self.seen)
 
     def settle(self) -> None:
@@ -180,7 +191,7 @@ class Ring:
         """The pairs marked in bool [L, B], in groups that hold equally many tokens and fit the scratch."""
         # Order, position, range, priority, noise and sorts: about twenty words a live token at once.
         size = max(1, SCRATCH_BYTES // (self.kv_heads * self.config.capacity * 160))
-        for count in np.unique(self.counts[due]):
+        for count in np.unique(self.counts[due]) if due.any() else ():
             pairs = [(int(layer), int(lane)) for layer, lane in np.argwhere(due & (self.counts == count))]
             yield from (pairs[start : start + size] for start in range(0, len(pairs), size))
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringkv.kernels.layer import LayerRing, Places
+from ringkv.kernels.rotate import Angles
 
 
 @triton.jit
@@ -101,12 +102,12 @@ def append(
     qkv: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
-    cos: Tensor,
-    sin: Tensor,
+    angles: Angles,
     ring: LayerRing,
     at: Places | None,
 ) -> Tensor:
-    """See ``append.append``; marks positions too, and needs no ``at``. One program a lane and KV head."""
+    """See ``append.append``; writes all that a step writes, and needs no ``at``. One program a lane and KV head."""
+    cos, sin = angles.cos, angles.sin
     for tensor in (qkv, cos, sin, ring.k, ring.v, ring.position, ring.order, ring.v_range, ring.queries):
         assert tensor.is_contiguous()
     lanes, kv_heads, slots, d = ring.k.shape

@@ -2,49 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from ringkv.kernels.norm import rms_norm
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split layout.
+@dataclass
+class Angles:
+    """Rotary angles of n tokens.
 
-    Args:
-        x: [..., heads, D].
-        cos, sin: [..., D/2] float32, one row a token, without the head axis.
+    Attributes:
+        cos, sin: [n, D/2] float32.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.to(wide).unsqueeze(-2), sin.to(wide).unsqueeze(-2)
-    first, second = x.to(wide).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+    cos: Tensor
+    sin: Tensor
+
+    @cached_property
+    def paired(self) -> tuple[Tensor, Tensor]:
+        """Factors of (first, second) and of (second, first) half of a head: [n, 1, 1, D/2] and [n, 1, 2, D/2]."""
+        return self.cos[:, None, None], torch.stack((-self.sin, self.sin), -2)[:, None]
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Rotary embedding of x [n, heads, D] in the half-split layout."""
+    own, other = angles.paired
+    halves = x.view(*x.shape[:-1], 2, -1)
+    return (halves * own + halves.flip(-2) * other).view(x.shape).to(x.dtype)
 
 
 def split_rotate(
-    qkv: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    heads: int,
-    kv_heads: int,
+    qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles: Angles, heads: int, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys after norm and RoPE, and values, of a fused projection.
 
     Args:
         qkv: [n, (heads + 2 * kv_heads) * D].
         norms: the weights [D] of the query and the key norm, or None.
-        cos, sin: [n, D/2] float32.
 
     Returns:
         q [n, heads, D], k [n, kv_heads, D], v [n, kv_heads, D].
     """
-    qkv = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
+    both, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads + kv_heads, kv_heads), dim=1)
     if norms is None:
-        q, k = rotate(qkv[..., : heads + kv_heads, :], cos, sin).split((heads, kv_heads), dim=-2)
+        q, k = rotate(both, angles).split((heads, kv_heads), dim=1)
     else:
-        q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=-2)
-        q = rotate(rms_norm(q, norms[0], eps), cos, sin)
-        k = rotate(rms_norm(k, norms[1], eps), cos, sin)
-    return q, k, qkv[..., heads + kv_heads :, :]
+        q, k = both.split((heads, kv_heads), dim=1)
+        q, k = rotate(rms_norm(q, norms[0], eps), angles), rotate(rms_norm(k, norms[1], eps), angles)
+    return q, k, v

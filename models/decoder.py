@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringkv.kernels.norm import add_rms_norm
-from ringkv.kernels.rotate import split_rotate
+from ringkv.kernels.rotate import Angles, split_rotate
 from ringkv.kernels.silu import silu_mul
 from ringkv.models.config import ModelConfig, MoeConfig
 from ringkv.models.linear import AnyLinear, Linear
@@ -19,8 +19,6 @@ from ringkv.models.rope import Rope
 
 # Rows of a long prompt that go through an MLP at once: bounds its activations, the widest tensors of a prefill.
 MLP_ROWS = 1024
-
-Angles = tuple[Tensor, Tensor]  # cos, sin [n, D/2] float32
 
 
 @dataclass
@@ -110,16 +108,16 @@ class Decoder:
 
     def angles(self, position: Tensor, length: Tensor | int | None = None) -> list[Angles]:
         """What each layer's ``rotate`` takes, for tokens at ``position`` [n] of a text of ``length`` tokens."""
-        rotated, layers = self.rope.cos_sin(position, length), range(self.config.layers)
+        rotated, layers = Angles(*self.rope.cos_sin(position, length)), range(self.config.layers)
         if not self.config.nope_layers:
             return [rotated for _ in layers]
-        still = (torch.ones_like(rotated[0]), torch.zeros_like(rotated[1]))
+        still = Angles(torch.ones_like(rotated.cos), torch.zeros_like(rotated.sin))
         return [still if index in self.config.nope_layers else rotated for index in layers]
 
     def split(self, layer: Layer, qkv: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
         """q [n, Hq, D] and k [n, H, D] after norm and RoPE, and v [n, H, D]."""
         c = self.config
-        return split_rotate(qkv, layer.qk_norms, c.rms_eps, *angles, c.heads, c.kv_heads)
+        return split_rotate(qkv, layer.qk_norms, c.rms_eps, angles, c.heads, c.kv_heads)
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """Token ids [n] -> hidden states after the last norm [n, hidden]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringkv.kernels.backend import use
 from ringkv.kernels.layer import LayerRing, Places, places
+from ringkv.kernels.rotate import Angles
 
 SLOTS, GROUPS, DIMS, DTYPES = (63, 100, 111, 1000), (1, 3, 7, 8), (64, 80, 128), (torch.float32, torch.float16)
 # Every pair of two parameters occurs.
@@ -45,6 +46,8 @@ def widened(value: Any) -> Any:
         return value.double() if value.is_floating_point() else value
     if isinstance(value, tuple):
         return tuple(widened(each) for each in value)
+    if isinstance(value, Angles):
+        return Angles(widened(value.cos), widened(value.sin))
     if isinstance(value, LayerRing):
         return replace(value, **{name: widened(getattr(value, name)) for name in ("k", "v", "queries")})
     return value
@@ -98,15 +101,19 @@ def poisoned(ring: LayerRing) -> LayerRing:
 
 
 def clone(ring: LayerRing) -> LayerRing:
-    return replace(ring, **{name: tensor.clone() for name, tensor in vars(ring).items()})
+    return replace(ring, **{each.name: getattr(ring, each.name).clone() for each in fields(ring) if each.init})
 
 
 def torch_places(ring: LayerRing) -> Places:
     """Where the twin writes: what the ring works out once a step."""
-    lanes = None if ring.active.all() else ring.active.nonzero()[:, 0]
-    rows, query_rows = places(
-        ring.order[None], ring.count[None], ring.seen, ring.queries.shape[1], ring.queries.shape[2], lanes
-    )
+    rows, _, lanes = torch_rows(ring)
     slots = ring.k.shape[2]
     span = torch.where(ring.evictions > 0, slots, ring.count + 1).clamp(max=slots)
-    return Places(rows[0], query_rows, lanes, torch.where(ring.active, span, 0).tolist())
+    return Places(rows[0], lanes, torch.where(ring.active, span, 0).tolist())
+
+
+def torch_rows(ring: LayerRing) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The rows, query rows and lanes of a step in this layer alone."""
+    lanes = None if ring.active.all() else ring.active.nonzero()[:, 0]
+    heads, window = ring.queries.shape[1:3]
+    return *places(ring.order[None], ring.count[None], ring.seen, heads, window, lanes), lanes

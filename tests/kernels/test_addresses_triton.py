@@ -12,6 +12,7 @@ from ringkv.kernels.append import append
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.backend import use
 from ringkv.kernels.pairs import Pairs
+from ringkv.kernels.rotate import Angles
 from ringkv.kernels.scores import window_attention
 from ringkv.kernels.select import free
 
@@ -68,7 +69,7 @@ def test_append_and_attention_with_keys_and_queries_beyond():
     qkv = torch.randn(1, 3 * HEADS * D, generator=torch.Generator().manual_seed(0)).half()
     still = torch.ones(1, D // 2), torch.zeros(1, D // 2)
     with use("triton"):
-        q = append(qkv, None, 1e-6, *still, huge, None)
+        q = append(qkv, None, 1e-6, Angles(*still), huge, None)
         seen = decode_attention(q, huge, None)
     heads = qkv.view(3, HEADS, D)
     assert torch.equal(q[0], heads[0])
@@ -94,7 +95,7 @@ def test_append_with_tables_beyond():
     huge.order[..., int(small.count)] = slots - 1
     qkv = torch.randn(1, 3 * HEADS * D, generator=torch.Generator().manual_seed(0)).half()
     with use("triton"):
-        append(qkv, None, 1e-6, torch.ones(1, D // 2), torch.zeros(1, D // 2), huge, None)
+        append(qkv, None, 1e-6, Angles(torch.ones(1, D // 2), torch.zeros(1, D // 2)), huge, None)
     heads = qkv.view(3, HEADS, D)
     assert torch.equal(huge.k[0, :, -1], heads[1])
     assert torch.equal(huge.v[0, :, -1], heads[2])

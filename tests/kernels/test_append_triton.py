@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_checks import SHAPES, assert_as_exact, clone, layer, torch_places, widened
+from kernel_checks import SHAPES, assert_as_exact, clone, layer, torch_places, torch_rows, widened
 
-from ringkv.kernels.append import append
+from ringkv.kernels.append import append, record
 from ringkv.kernels.backend import use
+from ringkv.kernels.rotate import Angles
 
 
 def inputs(ring, group, dtype, norm):
@@ -16,15 +17,18 @@ def inputs(ring, group, dtype, norm):
     qkv = torch.randn(lanes, (group + 2) * kv_heads * d, generator=generator).to(dtype)
     norms = tuple(1 + 0.2 * torch.randn(d, generator=generator).to(dtype) for _ in range(2)) if norm else None
     angle = torch.rand(lanes, d // 2, generator=generator) * 6
-    return qkv, norms, 1e-6, angle.cos(), angle.sin()
+    return qkv, norms, 1e-6, Angles(angle.cos(), angle.sin())
 
 
 def run(args, ring, backend):
     """The queries, and the ring afterwards."""
     ring = clone(ring)
-    at = None if backend == "triton" else torch_places(ring)
     with use(backend):
-        return append(*args, ring, at), ring
+        if backend == "triton":
+            return append(*args, ring, None), ring
+        q = append(*args, ring, torch_places(ring))
+        record(q[None], *(x[None] for x in (ring.v, ring.v_range, ring.queries)), *torch_rows(ring))
+        return q, ring
 
 
 @pytest.mark.parametrize("slots, group, d, dtype", SHAPES)
