@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringkv.engine.trace import Trace
+
 
 @dataclass(frozen=True)
 class Completion:
@@ -22,6 +24,7 @@ class Completion:
         timing: seconds in the queue, in prefill and in decode, and tokens a second of decode.
         dtype: of weights, computation and ring.
         ring: what the ring did: sizes, evictions, what was retained.
+        trace: where every token went, if it was asked for; not in ``to_dict``.
     """
 
     text: str
@@ -44,10 +47,13 @@ class Completion:
     dtype: dict[str, str]
     backend: str
     ring: dict[str, Any]
+    trace: Trace | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return dataclasses.asdict(self)
+        plain = dataclasses.asdict(dataclasses.replace(self, trace=None))
+        del plain["trace"]
+        return plain
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ringkv.engine.loading import load
 from ringkv.engine.loop import Loop
 from ringkv.engine.plan import settle
 from ringkv.engine.prompts import Prompt, Prompts
+from ringkv.engine.record import check_countable
 from ringkv.engine.report import completion, failure
 from ringkv.engine.request import Generation, Request
 from ringkv.engine.ring import Ring
@@ -131,6 +132,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         raw: bool = False,
+        trace: bool = False,
     ) -> Any:
         """Generate to the end.
 
@@ -138,6 +140,7 @@ class Engine:
             prompts: a text (one user message), a list of messages, a list of token ids, or a list of any of these.
             params: for all, or one for each prompt.
             raw: take texts as they are, without the chat template.
+            trace: record where every token goes; each completion then has a ``trace``.
 
         Returns:
             A ``Completion`` for one prompt, a list in order for a list; with n > 1 a flat list, samples adjacent.
@@ -146,10 +149,10 @@ class Engine:
             RingkvError: a lone prompt that is refused. In a list its completion carries ``error``.
         """
         if not self.prompts.is_batch(prompts):
-            requests = self.prompts.prepare(prompts, _one(params), index=0, raw=raw)
-            samples = sorted((done for _, done in self._iterate(requests)), key=lambda done: done.sample)
+            requests = self._prepare(prompts, params, 0, raw, trace)
+            samples = sorted((done for _, done in self._iterate(requests, trace)), key=lambda done: done.sample)
             return samples if len(samples) > 1 else samples[0]
-        results = list(self._iterate(self._prepare_all(prompts, params, raw)))
+        results = list(self._iterate(self._prepare_all(prompts, params, raw, trace), trace))
         return [done for _, done in sorted(results, key=lambda pair: (pair[0], pair[1].sample))]
 
     def stream(
@@ -160,19 +163,21 @@ class Engine:
         raw: bool = False,
         on_prefill: Progress | None = None,
         begun: Sequence[int] = (),
+        trace: bool = False,
     ) -> Iterator[StreamEvent]:
         """Generate from one prompt, event by event; the last one carries the completion. Closing it cancels.
 
         Args:
             on_prefill: called with (layers done, layers in all) while the prompt is read.
             begun: tokens of an answer to go on with; they are read with the prompt, and a pin ends before them.
+            trace: as of ``generate``.
         """
         if self.prompts.is_batch(prompt):
             raise RingkvError("stream: one prompt at a time; use iterate or generate for a list")
         params = _one(params)
         if params.n > 1:
             raise RingkvError(f"stream: n = {params.n} samples; accepted is 1 (use generate)")
-        return self._events(self.prompts.prepare(prompt, params, index=0, raw=raw, begun=begun), on_prefill)
+        return self._events(self._prepare(prompt, params, 0, raw, trace, begun), on_prefill, trace)
 
     def iterate(
         self,
@@ -274,7 +279,19 @@ class Engine:
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
-    def _prepare_all(self, prompts: Any, params: Any, raw: bool) -> list[Request | tuple[int, RingkvError]]:
+    def _prepare(
+        self, prompt: Any, params: object, index: int, raw: bool, trace: bool, begun: Sequence[int] = ()
+    ) -> list[Request]:
+        requests = self.prompts.prepare(prompt, _one(params), index=index, raw=raw, begun=begun)
+        if trace:
+            config, request = self.ring.config, requests[0]
+            read = min(len(request.ids), config.capacity) + request.sampling.values["max_tokens"]
+            check_countable((read - config.kept) // config.window if self.ring.policy.evicts else 0)
+        return requests
+
+    def _prepare_all(
+        self, prompts: Any, params: Any, raw: bool, trace: bool = False
+    ) -> list[Request | tuple[int, RingkvError]]:
         if not self.prompts.is_batch(prompts):
             raise RingkvError("prompts: a list of prompts is needed here")
         each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
@@ -283,35 +300,37 @@ class Engine:
         prepared: list[Request | tuple[int, RingkvError]] = []
         for index, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
             try:
-                prepared += self.prompts.prepare(prompt, _one(param), index=index, raw=raw)
+                prepared += self._prepare(prompt, param, index, raw, trace)
             except RingkvError as error:
                 prepared.append((index, error))
         return prepared
 
-    def _iterate(self, prepared: Iterable[Request | tuple[int, RingkvError]]) -> Iterator[tuple[int, Completion]]:
+    def _iterate(
+        self, prepared: Iterable[Request | tuple[int, RingkvError]], trace: bool = False
+    ) -> Iterator[tuple[int, Completion]]:
         requests = []
         for each in prepared:
             if isinstance(each, Request):
                 requests.append(each)
             else:
                 yield each[0], failure(self, each[1])
-        with closing(self._run(requests)) as run:
+        with closing(self._run(requests, trace=trace)) as run:
             for request, event in run:
                 if event.completion is not None:
                     yield request.index, event.completion
 
-    def _events(self, requests: list[Request], on_prefill: Progress | None) -> Iterator[StreamEvent]:
-        with closing(self._run(requests, on_prefill)) as run:
+    def _events(self, requests: list[Request], on_prefill: Progress | None, trace: bool) -> Iterator[StreamEvent]:
+        with closing(self._run(requests, on_prefill, trace)) as run:
             for _, event in run:
                 yield event
 
     def _run(
-        self, requests: list[Request], on_prefill: Progress | None = None
+        self, requests: list[Request], on_prefill: Progress | None = None, trace: bool = False
     ) -> Generator[tuple[Request, StreamEvent], None, None]:
         """What the loop serves, as events: one a piece of text, the last of a request with its completion."""
         with self._exclusive():
             self._cancelled.clear()
-            loop = Loop(self._runner, self._start, self._cancelled, self._limits)
+            loop = Loop(self._runner, self._start, self._cancelled, self._limits, record=trace)
             with closing(loop.run(requests, on_prefill)) as run:
                 for served in run:
                     generation, ids = served.generation, served.token_ids

@@ -127,6 +127,15 @@ class Prompts:
         """A fresh decoder of output tokens; None without a tokenizer."""
         return IncrementalDecoder(self.tokenizer) if self.tokenizer is not None else None
 
+    def texts(self, ids: Sequence[int]) -> tuple[list[str], dict[str, str]]:
+        """The text that each id completes, and the names of the special ids among them, whose text is ""."""
+        if self.tokenizer is None:
+            return [f"[{id}]" for id in ids], {}
+        decoder, special = IncrementalDecoder(self.tokenizer), self.tokenizer.special_ids.intersection(ids)
+        texts = [decoder.push(id) for id in ids]
+        texts[-1] += decoder.flush()
+        return texts, {str(id): name for name, id in self.tokenizer.control_tokens.items() if id in special}
+
     def check_ids(self, ids: Any) -> list[int]:
         """Token ids as a list, each one known to the model, at least one."""
         if not isinstance(ids, Sequence) or not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringkv.engine.record import Memory
 from ringkv.engine.repetition import Repetition, RepetitionDetector
 from ringkv.engine.sampling import Sampling
 from ringkv.engine.stops import StopStrings
@@ -70,6 +71,7 @@ class Generation:
         self.close_thought = False  # asked of the device; the loop passes it on
         self.retained: list[int] = []
         self.figures: dict[str, Any] = {"kept": 0, "evictions": 0, "evictions_per_layer": [], "peak_slots": 0}
+        self.memory: Memory | None = None
         self.started = self.first = time.monotonic()
         self._stops = StopStrings(values["stop"])
         self._detector = self._new_detector()
@@ -81,6 +83,11 @@ class Generation:
     def room(self) -> int:
         """Tokens that may still follow."""
         return int(self.request.sampling.values["max_tokens"]) - len(self.tokens)
+
+    @property
+    def seen(self) -> int:
+        """Tokens that the ring has read for this request; the last one drawn is not among them."""
+        return len(self.request.ids) + max(0, len(self.tokens) - 1)
 
     @property
     def channel(self) -> str:

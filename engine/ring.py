@@ -17,6 +17,7 @@ from torch import Tensor
 from ringkv.engine.config import RingConfig
 from ringkv.engine.live import Live
 from ringkv.engine.policies import as_policy, priorities
+from ringkv.engine.record import Recorder, take_down
 from ringkv.engine.retention import as_retention
 from ringkv.engine.state import PolicyState
 from ringkv.kernels.advance import advance
@@ -46,6 +47,7 @@ class Ring:
         state: what the policy declared.
         counts, spans: the host's mirrors, int [L, B]: live tokens, and how many of the first slots were ever written.
         unobserved: the host's, int [L, B]: queries that a policy with state has not seen yet.
+        recorders: of the lanes whose evictions are taken down for a trace.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Ring:
             np.zeros((model.layers, lanes), dtype=np.int64) for _ in range(4)
         )
         self.running: list[int] = []
+        self.recorders: dict[int, Recorder] = {}
         names = ("k", "v", "position", "order", "v_range", "queries", "count", "evictions")
         self._views = [
             LayerRing(**{name: getattr(self, name)[layer] for name in names}, seen=self.seen, active=self.active)
@@ -115,6 +118,7 @@ class Ring:
         self.seed[lane] = seed - (1 << 64) if seed >= 1 << 63 else seed
         self.sample[lane], self.pin[lane] = sample, pin
         self.state.reset(lane)
+        self.recorders.pop(lane, None)
         self.counts[:, lane] = self.spans[:, lane] = self.evicted[:, lane] = self.unobserved[:, lane] = 0
 
     def start(self, lane: int, seen: int) -> None:
@@ -237,6 +241,8 @@ class Ring:
         victim = lowest(priorities(self.policy, live), live.protected, window)
         tables = self.order, self.position, self.count, self.evictions
         freed = free(victim, live.slot, window, live.pairs, *tables)
+        if self.recorders:
+            take_down(self.recorders, live, victim, pairs)
         self.state.clear(live.pairs.layer, live.pairs.lane, freed)
         for pair in pairs:
             self.counts[pair] -= window
@@ -295,6 +301,8 @@ class Ring:
             where = torch.tensor([layer], device=k.device), torch.tensor([lane], device=k.device)
             stored = {name: x.gather(2, slot[None]) if name in self.state.slots else x for name, x in state.items()}
             self.state.scatter(*where, torch.arange(c, device=k.device).expand(1, self.kv_heads, -1), stored)
+        if lane in self.recorders:
+            self.recorders[lane].admit(layer, position, slot, v_range)
         self.count[layer, lane] = c
         self.counts[layer, lane] = self.spans[layer, lane] = c
 
@@ -343,6 +351,8 @@ class Ring:
                 own = tensor if tensor.dim() == 1 else tensor.transpose(0, 1)  # the lane first
                 own[target] = own[source]
         self.sample[target] = sample
+        if source in self.recorders:
+            self.recorders[target] = self.recorders[source].copy()
         for mirror in (self.counts, self.spans, self.evicted, self.unobserved):
             mirror[:, target] = mirror[:, source]
         self._run(target, True)
