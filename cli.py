@@ -57,14 +57,23 @@ def generate(
         option("Sequences that run at once (1; for a file of prompts 4); auto: what fits.", MACHINE, parser=count),
     ] = None,
     json: Annotated[bool, option("Print the completion as JSON.", OUTPUT, "--json")] = False,
+    trace: Annotated[
+        Path | None, option("Record where every token goes, for `ringkv trace` to draw.", OUTPUT, metavar="FILE")
+    ] = None,
 ) -> None:
     """Generate from one prompt, streaming the text to stdout, or from a file of prompts."""
     params = options.params(n=n)
     if input is not None or output is not None:
         if input is None or output is None or prompt is not None or prompt_file is not None:
             raise RingkvError("--input and --output: both are needed for a file of prompts, and no other prompt")
+        if trace is not None:
+            raise RingkvError("--trace: it records one prompt; accepted is no --input with it")
         _run_file(options, params, input, output, retry_errors, 4 if lanes is None else lanes)
         return
+    if trace is not None:
+        _check_output("--trace", trace)
+        if n > 1:
+            raise RingkvError(f"--trace: it records one sample; accepted is -n 1, not {n}")
     messages: Any = _prompt(prompt, prompt_file)
     if options.system is not None:
         messages = [{"role": "system", "content": options.system}, {"role": "user", "content": messages}]
@@ -72,11 +81,13 @@ def generate(
         if n > 1:
             results = engine.generate(messages, params, raw=options.raw)
         else:
-            for event in engine.stream(messages, params, raw=options.raw):
+            for event in engine.stream(messages, params, raw=options.raw, trace=trace is not None):
                 if not json and event.channel == "answer":
                     typer.echo(event.text, nl=False)
                     sys.stdout.flush()
             results = [event.completion]
+    if trace is not None and results[0].trace is not None:
+        results[0].trace.save(trace)
     for done in results:
         _finish(done, options, json, shown=n == 1)
     if interrupted:
@@ -195,6 +206,37 @@ def plan(
 
 
 @app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(help="What `ringkv generate --trace FILE` wrote.", show_default=False)],
+    html: Annotated[
+        Path | None, option("Write a page: the text, shaded, over time; by layer and head.", OUTPUT)
+    ] = None,
+    png: Annotated[Path | None, option("Draw the survival map (needs matplotlib).", OUTPUT)] = None,
+    debug: Annotated[bool, option("Tracebacks and log lines.", OUTPUT, "--debug")] = False,
+) -> None:
+    """Show what the ring remembered of a generation: as a page, as a picture, or in a few lines."""
+    with reporting(debug):
+        from ringkv.engine.trace import Trace
+
+        for name, path in (("--html", html), ("--png", png)):
+            if path is not None:
+                _check_output(name, path)
+        recorded = Trace.load(file)
+        if html is not None:
+            from ringkv.trace_page import render
+
+            html.write_text(render(recorded), encoding="utf-8")
+        if png is not None:
+            from ringkv.trace_plot import draw
+
+            draw(recorded, png)
+        if html is None and png is None:
+            from ringkv.console import print_trace
+
+            print_trace(recorded)
+
+
+@app.command()
 @with_options
 def bench(
     options: Options,
@@ -292,6 +334,13 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 
 def _listed(text: str, separator: str) -> list[str]:
     return [each.strip() for each in text.split(separator)]
+
+
+def _check_output(name: str, path: Path) -> None:
+    """Refuse at the start what could not be written at the end."""
+    if path.is_dir() or not path.parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
+        raise RingkvError(f"{name} {str(path)!r}: {why}; accepted is the name of a file")
 
 
 def _echo_json(value: Any) -> None:

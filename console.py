@@ -15,6 +15,7 @@ from rich.table import Table
 from ringkv.engine.completion import Completion
 from ringkv.engine.jobs import Status
 from ringkv.engine.plan import size
+from ringkv.engine.trace import Trace, spread
 
 
 def _stdout() -> Console:
@@ -74,6 +75,31 @@ def print_stats(done: Completion) -> None:
     for warning in done.warnings:
         table.add_row("warning", warning)
     Console(stderr=True, highlight=False, markup=False).print(table)
+
+
+def print_trace(trace: Trace) -> None:
+    """A trace in a few lines."""
+    layers, heads, seen = trace.taken.shape
+    live, prompt, loop = trace.live(), trace.prompt_tokens, trace.loop()
+    rows = {
+        "model": trace.model,
+        "policy": f"{trace.policy}; budget {trace.budget} + window {trace.window}, seed {trace.seed}",
+        "text": f"{prompt} prompt tokens, {len(trace.texts) - prompt} new; {seen} read; ended: {trace.finish_reason}",
+        "pairs": f"{layers} layers of {heads} KV heads",
+        "evictions": f"{spread(trace.evictions)} a layer",
+        "retention": f"{trace.retention}; {spread(trace.retained)} of {prompt} prompt tokens a layer",
+        "held at the end": f"{live[..., :prompt].mean():.1%} of the prompt, {_share(live[..., prompt:])} of the answer",
+        "tokens": f"{int(live.all((0, 1)).sum())} held by every pair, {seen - int(live.any((0, 1)).sum())} by none",
+        "loop": "none" if loop is None else f"positions {loop[0]} to {loop[1] - 1}",
+    }
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows.items():
+        table.add_row(name, value)
+    _stdout().print(table)
+
+
+def _share(held: Any) -> str:
+    return f"{held.mean():.1%}" if held.size else "nothing"
 
 
 @contextmanager

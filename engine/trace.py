@@ -152,6 +152,12 @@ class Trace:
         return trace
 
 
+def spread(numbers: list[int]) -> str:
+    """One number, or the least and the greatest."""
+    few, many = min(numbers), max(numbers)
+    return str(few) if few == many else f"{few} to {many}"
+
+
 def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
