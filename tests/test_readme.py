@@ -32,7 +32,7 @@ def test_readme_holds_what_is_looked_for():
     assert sum(line.endswith("&& pytest") for line in LINES) == 1
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("ringkv ")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("ringkv ") and "sky.trace" not in c])
 def test_command(command, tmp_path):
     done = run(shlex.split(command), tmp_path, input="Hi\n/quit\n")
     assert done.stdout.strip()
@@ -41,6 +41,13 @@ def test_command(command, tmp_path):
         assert tokens > 128 + 32
         assert evictions >= 1
         assert len(done.stdout.split()) > 100
+
+
+def test_the_picture_is_made_by_its_commands(tmp_path):
+    for command in (c for c in COMMANDS if "sky.trace" in c):
+        run(shlex.split(command), tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"sky.trace", "sky.html", "survival.png"}
+    assert (Path(__file__).parents[1] / "bench" / "survival.png").is_file()
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
