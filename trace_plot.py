@@ -11,7 +11,7 @@ from ringkv.engine.trace import Trace, spread
 from ringkv.errors import RingkvError
 
 COLUMNS, ROWS = 1200, 800  # at most; longer texts are averaged
-_PAPER, _INK, _FAINT, _HEAT = "#fbfaf7", "#1d2227", "#6a7077", "#0e8086"
+_PAPER, _INK, _FAINT, _HEAT, _LOOP = "#fbfaf7", "#1d2227", "#6a7077", "#0e8086", "#c2410c"
 
 
 def survival(trace: Trace, columns: int = COLUMNS, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
@@ -71,10 +71,13 @@ def draw(trace: Trace, path: str | Path) -> None:
         color=_INK,
         fontsize=11,
         parse_math=False,
+        pad=11,
     )
     over_time.set_ylabel("tokens read")
     by_layer.set_ylabel("layer, at the end")
     by_layer.set_xlabel("position of the token")
+    _label(over_time, trace)
+    by_layer.set_xlim(0, seen)
     for axes in (over_time, by_layer):
         axes.set_facecolor(_PAPER)
         axes.axvline(prompt, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
@@ -85,7 +88,6 @@ def draw(trace: Trace, path: str | Path) -> None:
             axes.spines[side].set_color(_FAINT)
         axes.xaxis.label.set_color(_INK)
         axes.yaxis.label.set_color(_INK)
-    _label(over_time, trace)
     bar = figure.colorbar(image, ax=[over_time, by_layer], fraction=0.035, pad=0.015)
     bar.set_label("share of (layer, head) pairs that hold it", color=_INK)
     bar.ax.tick_params(colors=_FAINT, labelsize=8)
@@ -105,8 +107,8 @@ def _label(axes: Any, trace: Trace) -> None:
         f"{spread(trace.evictions)} evictions a layer, {trace.window} tokens each",
     ]
     if (loop := trace.loop()) is not None:
-        lines.append(f"a loop of {loop[1] - loop[0]} tokens ends it" if loop[1] >= seen else "it looped")
-        axes.axvspan(*loop, color="#c2410c", alpha=0.12, linewidth=0)
+        lines.append(f"a loop, {loop[0]} to {loop[1] - 1}, under the orange bar")
+        axes.axvspan(loop[0], min(loop[1], seen), 1, 1.015, color=_LOOP, linewidth=0, clip_on=False)
     place: dict[str, Any] = {"transform": axes.transAxes, "ha": "right", "va": "top"}
     axes.text(0.985, 0.95, "\n".join(lines), fontsize=9, color=_FAINT, parse_math=False, **place)
 

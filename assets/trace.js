@@ -56,13 +56,13 @@ function facts(token) {
     const value = half(ranges[at]), mark = taken[at];
     low = Math.min(low, value), high = Math.max(high, value), sum += value;
     marks[mark === LIVE ? "live" : mark === DROPPED ? "dropped" : mark === PREFILL ? "prefill" : "gone"] += 1;
-    if (mark !== LIVE) from = Math.min(from, left[at]), to = Math.max(to, left[at]);
+    if (mark > PREFILL && mark < DROPPED) from = Math.min(from, left[at]), to = Math.max(to, left[at]);
   }
   rows.push(["held by", position < state.t ? `${holders(token)} of ${pairs} pairs` : "not read yet"]);
   rows.push(["value range", `${(sum / pairs).toFixed(2)} (${low.toFixed(2)} to ${high.toFixed(2)})`]);
-  if (marks.dropped) rows.push(["not let in", `${marks.dropped} pairs, by retention`]);
-  if (marks.prefill) rows.push(["taken", `${marks.prefill} pairs, at prefill`]);
-  if (marks.gone) rows.push(["evicted", `${marks.gone} pairs, ${from === to ? "" : `${from} to `}${to} tokens read`]);
+  if (marks.dropped) rows.push(["not let in", `${count(marks.dropped, "pair")}, by retention`]);
+  if (marks.prefill) rows.push(["taken", `${count(marks.prefill, "pair")}, at prefill`]);
+  if (marks.gone) rows.push(["evicted", `${count(marks.gone, "pair")}, after ${from === to ? "" : `${from} to `}${to} tokens`]);
   rows.push(["at the end", `live in ${marks.live} of ${pairs}`]);
   return rows;
 }
@@ -215,7 +215,10 @@ function goTo(t) {
 // The address says where to begin: #t=200&token=12
 function fromAddress() {
   const given = new URLSearchParams(location.hash.slice(1));
-  if (given.get("token")) choose(Number(given.get("token")) - first);
+  if (given.get("token")) {
+    choose(Number(given.get("token")) - first);
+    spans[state.pinned]?.scrollIntoView({ block: "nearest" });
+  }
   if (Number(given.get("t")) > 0) goTo(given.get("t"));
 }
 

@@ -49,6 +49,13 @@ def test_it_shows_what_the_trace_says(browser, trace, t, token):
     held = f"{int(live[..., token].sum())} of 6 pairs"
     assert shown["held by"] == ("not read yet" if token >= t else held)
     assert shown["position"] == f"{token}, {'prompt' if token < 12 else 'answer'}"
+    evicted = (trace.taken[..., token] > 0) & (trace.taken[..., token] < DROPPED)
+    assert ("evicted" in shown) == evicted.any()
+    if evicted.any():
+        at = sorted({int(n) for n in trace.left_at()[..., token][evicted]})
+        times = f"{at[0]} to {at[-1]}" if len(at) > 1 else str(at[0])
+        pairs = f"{evicted.sum()} pair{'s' * bool(evicted.sum() > 1)}"
+        assert shown["evicted"] == f"{pairs}, after {times} tokens"
     assert shown["at the end"] == f"live in {int(trace.live()[..., token].sum())} of 6"
     ranges = trace.v_range[..., token].astype(float)
     assert shown["value range"] == f"{ranges.mean():.2f} ({ranges.min():.2f} to {ranges.max():.2f})"

@@ -58,6 +58,26 @@ def test_the_picture_is_written(trace, tmp_path):
     assert path.stat().st_size < 1_000_000
 
 
+def test_a_loop_is_marked(tmp_path):
+    """In orange, above its positions and nowhere else."""
+    token_ids = np.arange(61, dtype=np.int32)
+    token_ids[30:45] = [1, 2, 3] * 5
+    repetition = {"unit": [1, 2, 3], "period": 3, "count": 5}
+    draw(made(3, 2, 12, 60, token_ids=token_ids, repetition=repetition), tmp_path / "loop.png")
+    draw(made(3, 2, 12, 60), tmp_path / "none.png")
+    orange = np.array([0xC2, 0x41, 0x0C]) / 255
+
+    def marked(name):
+        image = matplotlib.image.imread(tmp_path / name)[..., :3]
+        return np.flatnonzero((np.abs(image - orange) < 0.01).all(-1).any(0))
+
+    bar = marked("loop.png")
+    assert len(marked("none.png")) == 0
+    width = matplotlib.image.imread(tmp_path / "loop.png").shape[1]
+    assert 0.2 * width < bar[-1] - bar[0] < 0.22 * width
+    assert len(bar) == bar[-1] - bar[0] + 1
+
+
 def test_where_it_cannot_be_written(tmp_path):
     with pytest.raises(RingkvError, match=r"^--png '.*map.png': No such file or directory$"):
         draw(made(1, 1, 4, 9), tmp_path / "no" / "map.png")

@@ -21,7 +21,9 @@ class Browser:
     def __init__(self, folder: Path) -> None:
         program = next(filter(None, map(shutil.which, NAMES)), None)
         assert program, f"none of {', '.join(NAMES)} is installed"
-        self.folder, self.logged, self._sent, self._rest = folder, [], 0, b""
+        self.folder, self._sent, self._rest = folder, 0, b""
+        self._session: str | None = None
+        self.logged: list[dict[str, Any]] = []
         hears, self._say = os.pipe()
         self._hear, says = os.pipe()
         # Chromium reads from descriptor 3 and writes to 4.
@@ -33,7 +35,6 @@ class Browser:
         os.close(hears)
         os.close(says)
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session: str | None = None
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self._call(f"{domain}.enable")
@@ -84,7 +85,7 @@ class Browser:
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         self._sent += 1
         message: dict[str, Any] = {"id": self._sent, "method": method, "params": params}
-        if getattr(self, "_session", None):
+        if self._session:
             message["sessionId"] = self._session
         os.write(self._say, json.dumps(message).encode() + b"\0")
         while (answer := self._next()).get("id") != self._sent:
