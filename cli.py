@@ -14,13 +14,20 @@ import typer
 from ringkv.errors import RingkvError
 from ringkv.options import (
     MACHINE,
+    MEASURED,
     OUTPUT,
+    POLICY_NAMES,
     RING,
+    RING_FIELDS,
     SAMPLING,
     SAMPLING_FIELDS,
+    WHERE,
+    Commands,
     Options,
-    count,
+    flag,
     interrupt_cancels,
+    number,
+    numeric,
     option,
     reporting,
     with_options,
@@ -33,30 +40,35 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="ringkv",
     help="Long chain-of-thought generation on a KV ring of fixed size.",
-    no_args_is_help=True,
+    cls=Commands,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Checkpoint = Annotated[str | None, typer.Argument(help="As --model takes it.", metavar="[MODEL]", show_default=False)]
+Checkpoint = Annotated[str | None, typer.Argument(help="As --model takes it.", metavar="MODEL", show_default=False)]
 
 
 @app.command()
-@with_options
+@with_options()
 def generate(
     options: Options,
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from stdin.", show_default=False)] = None,
-    prompt_file: Annotated[Path | None, option("Read the prompt from a file.", OUTPUT)] = None,
-    input: Annotated[str | None, option("A file of prompts, one JSON object a line; - is stdin.", OUTPUT)] = None,
-    output: Annotated[str | None, option("Where its results go, a line each; - is stdout.", OUTPUT)] = None,
-    retry_errors: Annotated[
-        bool, option("With --input: generate failed rows again.", OUTPUT, "--retry-errors")
-    ] = False,
-    n: Annotated[int, option("Samples of each prompt (1).", SAMPLING, "-n")] = 1,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - reads it from stdin.", metavar="PROMPT", show_default=False)
+    ] = None,
+    prompt_file: Annotated[Path | None, option("Read the prompt from a file.", OUTPUT, metavar="FILE")] = None,
+    input: Annotated[
+        str | None, option("A file of prompts, one JSON object a line; - is stdin.", OUTPUT, metavar="FILE")
+    ] = None,
+    output: Annotated[
+        str | None, option("Where its results go, a line each; - is stdout.", OUTPUT, metavar="FILE")
+    ] = None,
+    retry_errors: Annotated[bool, flag("With --input: generate failed rows again.", OUTPUT, "--retry-errors")] = False,
+    n: Annotated[Any, numeric("Samples of each prompt (1).", SAMPLING, "-n")] = 1,
     lanes: Annotated[
         Any,
-        option("Sequences that run at once (1; for a file of prompts 4); auto: what fits.", MACHINE, parser=count),
+        numeric("Sequences at once (1; for a file of prompts 4); auto: what fits.", MACHINE, metavar="INT|auto"),
     ] = None,
-    json: Annotated[bool, option("Print the completion as JSON.", OUTPUT, "--json")] = False,
+    json: Annotated[bool, flag("Print the completion as JSON.", OUTPUT, "--json")] = False,
     trace: Annotated[
         Path | None, option("Record where every token goes, for `ringkv trace` to draw.", OUTPUT, metavar="FILE")
     ] = None,
@@ -127,11 +139,11 @@ def _run_file(
 
 
 @app.command()
-@with_options
+@with_options(*WHERE, "backend", "threads", "budget", "window", "policy", "sinks", "seed")
 def score(
     options: Options,
-    file: Annotated[str, typer.Argument(help="A text file; - is stdin.")],
-    json: Annotated[bool, option("Print a JSON object.", OUTPUT, "--json")] = False,
+    file: Annotated[str, typer.Argument(help="A text file; - is stdin.", metavar="FILE")],
+    json: Annotated[bool, flag("Print a JSON object.", OUTPUT, "--json")] = False,
 ) -> None:
     """Log-likelihood of a text under the ring: fed token by token, evicting as generation does."""
     text = _prompt("-", None) if file == "-" else _prompt(None, Path(file))
@@ -158,12 +170,12 @@ def score(
 
 
 @app.command()
-@with_options
+@with_options()
 def chat(
     options: Options,
     show_thinking: Annotated[
         bool | None,
-        option("Show thoughts (in a terminal, not in a pipe).", OUTPUT, "--show-thinking/--hide-thinking"),
+        flag("Show thoughts (in a terminal, not in a pipe).", OUTPUT, "--show-thinking/--hide-thinking"),
     ] = None,
 ) -> None:
     """Hold a conversation. /help lists the commands; Ctrl-C stops an answer, and leaves at the prompt."""
@@ -183,14 +195,16 @@ def chat(
 
 
 @app.command()
-@with_options
+@with_options(*WHERE, *RING_FIELDS)
 def plan(
     options: Options,
     checkpoint: Checkpoint = None,
-    prompt: Annotated[int, option("Tokens of the prompt whose prefill must fit (4096).", RING)] = 4096,
-    lanes: Annotated[Any, option("Sequences that run at once (1); auto: what fits.", MACHINE, parser=count)] = 1,
-    memory: Annotated[str | None, option("To fit into, such as 24GiB; else what is free now.", MACHINE)] = None,
-    json: Annotated[bool, option("Print a JSON object.", OUTPUT, "--json")] = False,
+    prompt: Annotated[Any, numeric("Tokens of the prompt whose prefill must fit (4096).", RING)] = 4096,
+    lanes: Annotated[Any, numeric("Sequences at once (1); auto: what fits.", MACHINE, metavar="INT|auto")] = 1,
+    memory: Annotated[
+        str | None, option("To fit into, such as 24GiB; else what is free now.", MACHINE, metavar="SIZE")
+    ] = None,
+    json: Annotated[bool, flag("Print a JSON object.", OUTPUT, "--json")] = False,
 ) -> None:
     """What an engine takes of the memory, from the configuration alone: no weight is loaded."""
     from ringkv.engine.estimate import estimate
@@ -207,12 +221,14 @@ def plan(
 
 @app.command()
 def trace(
-    file: Annotated[Path, typer.Argument(help="What `ringkv generate --trace FILE` wrote.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(help="What `ringkv generate --trace FILE` wrote.", metavar="FILE", show_default=False)
+    ],
     html: Annotated[
-        Path | None, option("Write a page: the text, shaded, over time; by layer and head.", OUTPUT)
+        Path | None, option("Write a page: the text, shaded, over time; by layer and head.", OUTPUT, metavar="FILE")
     ] = None,
-    png: Annotated[Path | None, option("Draw the survival map (needs matplotlib).", OUTPUT)] = None,
-    debug: Annotated[bool, option("Tracebacks and log lines.", OUTPUT, "--debug")] = False,
+    png: Annotated[Path | None, option("Draw the survival map (needs matplotlib).", OUTPUT, metavar="FILE")] = None,
+    debug: Annotated[bool, flag("Tracebacks and log lines.", OUTPUT, "--debug")] = False,
 ) -> None:
     """Show what the ring remembered of a generation: as a page, as a picture, or in a few lines."""
     with reporting(debug):
@@ -237,19 +253,26 @@ def trace(
 
 
 @app.command()
-@with_options
+@with_options(*WHERE, "backend", "threads", "window", "retention", "sinks")
 def bench(
     options: Options,
     checkpoint: Checkpoint = None,
-    budgets: Annotated[str, option("Budgets to measure (128,512).", RING)] = "128,512",
-    lanes: Annotated[str, option("Numbers of lanes to measure (1,4).", MACHINE)] = "1,4",
+    budgets: Annotated[str, option("Budgets to measure (128,512).", MEASURED, metavar="INT,...")] = "128,512",
+    lanes: Annotated[str, option("Numbers of lanes to measure (1,4).", MEASURED, metavar="INT,...")] = "1,4",
     policies: Annotated[
-        str, option("Policies to measure; a semicolon between those with fields (vase-attnv).", RING)
+        str,
+        option(
+            "Policies to measure (vase-attnv); a semicolon between those with fields.",
+            MEASURED,
+            metavar="NAME,...",
+            choices=POLICY_NAMES,
+        ),
     ] = "vase-attnv",
-    tokens: Annotated[int, option("Tokens that each lane generates (96).", SAMPLING)] = 96,
-    prompt: Annotated[int, option("Tokens of the prompt (128).", SAMPLING)] = 128,
+    tokens: Annotated[Any, numeric("Tokens that each lane generates (96).", MEASURED)] = 96,
+    prompt: Annotated[Any, numeric("Tokens of the prompt (128).", MEASURED)] = 128,
     compare: Annotated[
-        str | None, option("transformers: the same tokens through it in the same run.", OUTPUT, metavar="PEER")
+        str | None,
+        option("transformers: the same tokens through it too.", MEASURED, metavar="PEER", choices=("transformers",)),
     ] = None,
 ) -> None:
     """Measure speed beside the least time that memory allows; the last line is JSON."""
@@ -261,11 +284,11 @@ def bench(
     if compare is not None:
         peer.check_peer(compare)
     each = [
-        dataclasses.replace(options, model=checkpoint or options.model, budget=count(budget), policy=policy)
+        dataclasses.replace(options, model=checkpoint or options.model, budget=number(budget), policy=policy)
         for budget in _listed(budgets, ",")
         for policy in _listed(policies, ";" if ":" in policies else ",")
     ]
-    numbers: list[Any] = [count(number) for number in _listed(lanes, ",")]
+    numbers: list[Any] = [number(each) for each in _listed(lanes, ",")]
     wanted = Bench([one.ring() for one in each], numbers, prompt, tokens)
     rows, runs, peers = [], {}, []
     with each[0].engine(1) as engine:
@@ -284,7 +307,7 @@ def bench(
 
 
 @app.command()
-def policies(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+def policies(json: Annotated[bool, flag("Print a JSON array.", OUTPUT, "--json")] = False) -> None:
     """List the eviction policies: hyperparameters with their defaults, paper, what stays."""
     with reporting(debug=False):
         from ringkv.engine.policies import policy_table
@@ -309,11 +332,13 @@ def version(value: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

@@ -6,12 +6,13 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+import typer.core
 
 from ringkv.errors import RingkvError
 
@@ -22,59 +23,122 @@ if TYPE_CHECKING:
 SAMPLING_FIELDS: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "thinking")
 SAMPLING_FIELDS += ("max_thinking_tokens", "on_repetition")
 RING, SAMPLING, MACHINE, OUTPUT = "Ring", "Sampling", "Model and machine", "Output"
+MEASURED = "What is measured"
 
 
-def option(help: str, panel: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
+# What completion offers: constants here, since the engine's own lists take a second to import.
+POLICY_NAMES: tuple[str, ...] = ("full", "streaming", "random", "tova", "h2o", "snapkv", "rkv", "curdkv", "value-range")
+POLICY_NAMES += ("vase-attnv", "vase-dkv")
+CHOICES = {
+    "policy": POLICY_NAMES,
+    "retention": ("refreekv", "all"),
+    "pin": ("none", "system", "prompt"),
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("auto", "float16", "bfloat16", "float32", "float64"),
+    "backend": ("auto", "torch", "triton"),
+    "on_repetition": ("stop", "close_thought", "ignore"),
+}
+WHERE = ("model", "revision", "device", "dtype")
+RING_FIELDS = ("budget", "window", "policy", "retention", "sinks", "pin")
 
 
-def count(given: str | int) -> int | str:
-    """An int, or the text: "auto", or what the engine refuses by name."""
-    return int(given) if str(given).isdecimal() else given
+def option(help: str, panel: str, *names: str, choices: Sequence[str] = (), **more: Any) -> Any:
+    """An option of a command that takes a text; its default is said in its help, where there is one to say."""
+    if choices:
+        more["autocompletion"] = lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **{"metavar": "TEXT", **more})
+
+
+def flag(help: str, panel: str, *names: str) -> Any:
+    """An option that takes no value."""
+    return option(help, panel, *names, metavar="")
+
+
+def numeric(help: str, panel: str, *names: str, metavar: str = "INT", **more: Any) -> Any:
+    """An option that takes a number; what is none is refused by whoever takes it, by name."""
+    return option(help, panel, *names, parser=real if metavar == "FLOAT" else number, metavar=metavar, **more)
+
+
+def real(given: str | float) -> float | str:
+    """A float, where a text is one; else the text."""
+    return number(given, (float,))
+
+
+def number(given: str | float, kinds: Sequence[type[float]] = (int, float)) -> float | str:
+    """An int or a float, where a text is one; else the text."""
+    for kind in kinds:
+        try:
+            return kind(given)
+        except ValueError:
+            pass
+    return str(given)
 
 
 @dataclass(frozen=True)
 class Options:
     """What generate and chat share; None leaves the choice to the checkpoint or the engine's default."""
 
-    model: Annotated[str, option("A folder, a .gguf file, a hub id, or smollm2.", MACHINE, "-m", "--model")] = "smollm2"
+    model: Annotated[
+        str, option("A folder, a .gguf file, a hub id, or smollm2.", MACHINE, "-m", "--model", metavar="MODEL")
+    ] = "smollm2"
     revision: Annotated[str | None, option("Branch, tag or commit of a hub id.", MACHINE)] = None
-    device: Annotated[str, option("auto, cpu, cuda or cuda:N.", MACHINE)] = "auto"
-    dtype: Annotated[str, option("auto, float16, bfloat16, float32 or float64.", MACHINE)] = "auto"
-    backend: Annotated[str, option("auto, torch or triton.", MACHINE)] = "auto"
-    threads: Annotated[int | None, option("CPU threads.", MACHINE)] = None
+    device: Annotated[str, option("auto, cpu, cuda or cuda:N.", MACHINE, choices=CHOICES["device"])] = "auto"
+    dtype: Annotated[str, option("auto, float16, bfloat16, float32 or float64.", MACHINE, choices=CHOICES["dtype"])] = (
+        "auto"
+    )
+    backend: Annotated[str, option("auto, torch or triton.", MACHINE, choices=CHOICES["backend"])] = "auto"
+    threads: Annotated[Any, numeric("CPU threads (as many as torch takes).", MACHINE)] = None
 
     budget: Annotated[
-        Any, option("Tokens kept a KV head after an eviction (4096); auto: what fits.", RING, parser=count)
+        Any, numeric("Tokens kept a KV head after an eviction (4096); auto: what fits.", RING, metavar="INT|auto")
     ] = None
-    window: Annotated[int | None, option("Most recent tokens, never evicted; victims an eviction (64).", RING)] = None
+    window: Annotated[Any, numeric("Most recent tokens, never evicted; victims an eviction (64).", RING)] = None
     policy: Annotated[
-        str | None, option("What leaves: a name or name:field=value,... (vase-attnv; see `ringkv policies`).", RING)
+        str | None,
+        option(
+            "What leaves: a name or name:field=value,... (vase-attnv; see `ringkv policies`).",
+            RING,
+            choices=POLICY_NAMES,
+        ),
     ] = None
     retention: Annotated[
-        str | None, option("What of a prompt enters: refreekv, all, or refreekv:threshold=0.05.", RING)
+        str | None,
+        option(
+            "What of a prompt enters: refreekv, all, or refreekv:threshold=0.05.", RING, choices=CHOICES["retention"]
+        ),
     ] = None
-    sinks: Annotated[int | None, option("First tokens, always kept (4).", RING)] = None
-    pin: Annotated[str | None, option("Also always kept: none, system or prompt (none).", RING)] = None
+    sinks: Annotated[Any, numeric("First tokens, always kept (4).", RING)] = None
+    pin: Annotated[
+        str | None, option("Also always kept: none, system or prompt (none).", RING, choices=CHOICES["pin"])
+    ] = None
 
-    temperature: Annotated[float | None, option("0 is greedy (0.6).", SAMPLING)] = None
-    top_p: Annotated[float | None, option("Smallest set of likely tokens that reaches it (0.95).", SAMPLING)] = None
-    top_k: Annotated[int | None, option("Only the k likeliest tokens; 0 is off (0).", SAMPLING)] = None
-    min_p: Annotated[float | None, option("Only tokens this share as likely as the likeliest (0).", SAMPLING)] = None
-    seed: Annotated[int | None, option("Same seed, same text.", SAMPLING)] = None
-    max_tokens: Annotated[int | None, option("The limit (32768; under policy full what fits).", SAMPLING)] = None
+    temperature: Annotated[Any, numeric("0 is greedy (0.6).", SAMPLING, metavar="FLOAT")] = None
+    top_p: Annotated[
+        Any, numeric("Smallest set of likely tokens that reaches it (0.95).", SAMPLING, metavar="FLOAT")
+    ] = None
+    top_k: Annotated[Any, numeric("Only the k likeliest tokens; 0 is off (0).", SAMPLING)] = None
+    min_p: Annotated[
+        Any, numeric("Only tokens this share as likely as the likeliest (0).", SAMPLING, metavar="FLOAT")
+    ] = None
+    seed: Annotated[Any, numeric("Same seed, same text; else one is drawn and told.", SAMPLING)] = None
+    max_tokens: Annotated[Any, numeric("Most tokens of an answer (32768; under policy full what fits).", SAMPLING)] = (
+        None
+    )
     stop: Annotated[list[str] | None, option("A string that ends the text; may be repeated.", SAMPLING)] = None
     thinking: Annotated[
-        bool | None, option("Ask the chat template for a thought, or for none.", SAMPLING, "--thinking/--no-thinking")
+        bool | None, flag("Ask the chat template for a thought, or for none.", SAMPLING, "--thinking/--no-thinking")
     ] = None
-    max_thinking_tokens: Annotated[int | None, option("Close the thought after so many tokens.", SAMPLING)] = None
-    on_repetition: Annotated[str | None, option("stop, close_thought or ignore (stop).", SAMPLING)] = None
+    max_thinking_tokens: Annotated[Any, numeric("Close the thought after so many tokens.", SAMPLING)] = None
+    on_repetition: Annotated[
+        str | None,
+        option("On a loop: stop, close_thought or ignore (stop).", SAMPLING, choices=CHOICES["on_repetition"]),
+    ] = None
 
     system: Annotated[str | None, option("A system message.", SAMPLING)] = None
-    raw: Annotated[bool, option("Take the prompt as it is, without the chat template.", SAMPLING, "--raw")] = False
-    stats: Annotated[bool, option("Print the whole table of figures on stderr.", OUTPUT, "--stats")] = False
-    quiet: Annotated[bool, option("No summary on stderr.", OUTPUT, "-q", "--quiet")] = False
-    debug: Annotated[bool, option("Tracebacks and log lines.", OUTPUT, "--debug")] = False
+    raw: Annotated[bool, flag("Take the prompt as it is, without the chat template.", SAMPLING, "--raw")] = False
+    stats: Annotated[bool, flag("Print the whole table of figures on stderr.", OUTPUT, "--stats")] = False
+    quiet: Annotated[bool, flag("No summary on stderr.", OUTPUT, "-q", "--quiet")] = False
+    debug: Annotated[bool, flag("Tracebacks and log lines.", OUTPUT, "--debug")] = False
 
     def given(self, *names: str) -> dict[str, Any]:
         """The named options that were given."""
@@ -101,31 +165,68 @@ class Options:
         return SamplingParams(**self.given("seed", *SAMPLING_FIELDS), **more)
 
 
-def with_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command every field of Options as an option; it receives them as its argument ``options``."""
+def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command fields of Options as its options; it receives them as its argument ``options``.
+
+    Args:
+        names: which ones, beside ``debug``; none: all of them.
+    """
     hints = get_type_hints(Options, include_extras=True)
+    chosen = [field for field in fields(Options) if not names or field.name in (*names, "debug")]
     shared = [
         inspect.Parameter(
             field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
         )
-        for field in fields(Options)
-    ]
-    own_hints = get_type_hints(function, include_extras=True)
-    own = [
-        parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-        for name, parameter in inspect.signature(function).parameters.items()
-        if name != "options"
+        for field in chosen
     ]
 
-    def command(**values: Any) -> None:
-        options = Options(**{field.name: values.pop(field.name) for field in fields(Options)})
-        with reporting(options.debug):
-            function(options=options, **values)
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own_hints = get_type_hints(function, include_extras=True)
+        own = [
+            parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(function).parameters.items()
+            if name != "options"
+        ]
 
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
-    command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *shared]}
-    return command
+        def command(**values: Any) -> None:
+            options = Options(**{field.name: values.pop(field.name) for field in chosen})
+            with reporting(options.debug):
+                function(options=options, **values)
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*shared, *own]}
+        return command
+
+    return decorate
+
+
+class Commands(typer.core.TyperGroup):
+    """The commands; what is wrong with how one is called is told in one line too."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **more: Any,
+    ) -> Any:
+        """Run one, and exit with its code."""
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **more)
+        except Exception as error:
+            # The classes are typer's own or click's, by typer's version.
+            if not standalone_mode or not hasattr(error, "format_message"):
+                raise
+            typer.echo(
+                f"ringkv: {' '.join(error.format_message().split()).rstrip('.')}; -h lists what is accepted", err=True
+            )
+            code = 2
+        if standalone_mode:
+            sys.exit(code or 0)
+        return code
 
 
 @contextmanager

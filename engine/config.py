@@ -43,7 +43,7 @@ class RingConfig:
     def __post_init__(self) -> None:
         check_count("budget", self.budget)
         for field, least in (("window", 1), ("sinks", 0)):
-            _check_int(field, getattr(self, field), least)
+            check_int(field, getattr(self, field), least)
         if self.pin not in PINS:
             raise RingkvError.bad("pin", self.pin, ", ".join(PINS))
         policy = as_policy(self.policy)
@@ -146,10 +146,10 @@ class SamplingParams:
         ):
             _check_number(field, getattr(self, field), low, high)
         for field, least in (("n", 1), ("min_tokens", 0), ("min_repeat_count", 3), ("min_repeat_span", 1)):
-            _check_int(field, getattr(self, field), least)
+            check_int(field, getattr(self, field), least)
         for field, least in (("top_k", 0), ("max_tokens", 1), ("logprobs", 0), ("max_thinking_tokens", 0)):
             if getattr(self, field) is not None:
-                _check_int(field, getattr(self, field), least)
+                check_int(field, getattr(self, field), least)
         if self.seed is not None and not (_is_int(self.seed) and -(2**63) <= self.seed < 2**64):
             raise RingkvError.bad("seed", self.seed, "an int of 64 bits")
         if not isinstance(self.ignore_eos, bool):
@@ -203,7 +203,8 @@ def check_count(field: str, value: object) -> None:
         raise RingkvError.bad(field, value, "an int >= 1 or 'auto'")
 
 
-def _check_int(field: str, value: object, least: int) -> None:
+def check_int(field: str, value: object, least: int) -> None:
+    """Refuse what is no int from ``least`` on."""
     if not _is_int(value) or value < least:  # type: ignore[operator]
         raise RingkvError.bad(field, value, f"an int >= {least}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ringkv.engine.config import RingConfig, check_count
+from ringkv.engine.config import RingConfig, check_count, check_int
 from ringkv.engine.loading import placed
 from ringkv.engine.plan import PROMPT, Planner, free_memory, parse_size, settle
 from ringkv.errors import RingkvError
@@ -38,8 +38,7 @@ def estimate(
         RingkvError: what is not found or not accepted, by name.
     """
     check_count("lanes", lanes)
-    if isinstance(prompt, bool) or not isinstance(prompt, int) or prompt < 1:
-        raise RingkvError.bad("prompt", prompt, "an int >= 1")
+    check_int("prompt", prompt, 1)
     name, keys = open_config(model, revision=revision)
     config = ModelConfig.from_hf(keys)
     place, number, packed = placed(config, device, dtype)

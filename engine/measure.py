@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ringkv.engine.config import RingConfig, check_count
+from ringkv.engine.config import RingConfig, check_int
 from ringkv.engine.cost import slot_bytes, weight_bytes
 from ringkv.engine.engine import Engine
 from ringkv.engine.runner import Runner
@@ -178,9 +178,7 @@ class Bench:
             ("tokens", self.tokens),
             *(("lanes", each) for each in self.lanes),
         ):
-            check_count(name, value)
-            if value == "auto":
-                raise RingkvError.bad(name, value, "an int >= 1")
+            check_int(name, value, 1)
         for ring in self.rings:
             if ring.capacity < self.prompt + self.tokens and not _evicts(ring):
                 wanted = f"prompt + tokens = {self.prompt + self.tokens}"

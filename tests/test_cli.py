@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from ringkv import RingConfig
 from ringkv.cli import app
+from ringkv.engine.config import ON_REPETITION, PINS
+from ringkv.engine.loading import DTYPES
+from ringkv.engine.policies import POLICIES
+from ringkv.kernels import backend
+from ringkv.options import CHOICES, POLICY_NAMES
 
 TINY = ["--budget", "24", "--window", "4", "--threads", "1"]
 
@@ -92,6 +99,18 @@ def test_stats_is_the_whole_table(tiny):
         (["--policy", "vase-attnv:x=1"], "vase-attnv"),
         (["--retention", "none"], "retention = 'none'"),
         (["--temperature", "-1"], "temperature = -1.0"),
+        (["--temperature", "warm"], "temperature = 'warm'"),
+        (["--temperature", "nan"], "temperature = nan"),
+        (["--budget", "9" * 5000], "budget = "),
+        (["--window", "x"], "window = 'x'"),
+        (["--sinks", "-1"], "sinks = -1"),
+        (["--seed", "1.5"], "seed = 1.5"),
+        (["--top-k", "many"], "top_k = 'many'"),
+        (["--max-tokens", "1e3"], "max_tokens = 1000.0"),
+        (["--threads", "none"], "threads = 'none'"),
+        (["-n", "two"], "n = 'two'"),
+        (["--lanes", "-2"], "lanes = -2"),
+        (["--pin", "all"], "pin = 'all'"),
         (["--stop", ""], "stop = "),
         (["--dtype", "int8"], "dtype = 'int8'"),
         (["--device", "tpu"], "device = 'tpu'"),
@@ -260,18 +279,121 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny):
     assert process.stderr.read() == b""
 
 
+COMMANDS = ["generate", "chat", "score", "plan", "bench", "policies"]
+
+
 def test_help_and_version():
-    for command in ([], ["generate"], ["chat"], ["score"], ["policies"]):
-        code, out, _ = run(*command, "--help")
+    top = run("--help")[1]
+    for command in COMMANDS:
+        assert command in top
+        code, out, _ = run(command, "--help", env={"COLUMNS": "200"})
         assert code == 0
-        assert "Usage" in out
+        assert f"Usage: ringkv {command}" in out
+    assert run()[:2] == (0, top)
     from ringkv import __version__
 
     assert run("--version")[1] == f"ringkv {__version__}\n"
 
 
-def test_help_imports_nothing_heavy():
-    heavy = "{'torch', 'rich.progress', 'jinja2', 'triton'}"
-    code = f"import sys; from ringkv import cli; sys.exit(sorted({heavy} & set(sys.modules)) or 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd="/")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    "command, options",
+    [
+        ("plan", {"--model", "--revision", "--device", "--dtype", "--lanes", "--memory", "--budget", "--window"}
+        | {"--policy", "--retention", "--sinks", "--pin", "--prompt", "--debug", "--json", "--help"}),
+        ("score", {"--model", "--revision", "--device", "--dtype", "--backend", "--threads", "--budget", "--window"}
+        | {"--policy", "--sinks", "--seed", "--debug", "--json", "--help"}),
+        ("bench", {"--model", "--revision", "--device", "--dtype", "--backend", "--threads", "--window", "--retention"}
+        | {"--sinks", "--budgets", "--lanes", "--policies", "--tokens", "--prompt", "--compare", "--debug", "--help"}),
+    ],
+)  # fmt: skip
+def test_a_command_offers_what_it_uses_and_no_more(command, options):
+    out = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    assert set(re.findall(r"│ (--[a-z-]+)", out)) == options
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nosuch"], "No such command 'nosuch'"),
+        (["--nosuch"], "No such option: --nosuch"),
+        (["generate", "Hi", "--budgte", "3"], "No such option: --budgte (Possible options: --budget"),
+        (["generate", "Hi", "there"], "extra argument(s) (there)"),
+        (["generate", "Hi", "--seed"], "'--seed' requires an argument"),
+        (["generate", "Hi", "--json=3"], "'--json' does not take a value"),
+        (["score"], "Missing argument 'FILE'"),
+        (["plan", "--temperature", "1"], "No such option: --temperature"),
+        (["policies", "x"], "extra argument(s) (x)"),
+    ],
+)
+def test_a_command_that_is_mistyped_is_told_in_one_line(arguments, message):
+    done = CliRunner().invoke(app, arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("ringkv: ")
+    assert done.stderr.endswith("; -h lists what is accepted\n")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def complete(words, shell="bash"):
+    """What a shell gets that asks for the end of a line, by the protocol of its script."""
+    env = {"_RINGKV_COMPLETE": f"complete_{shell}", "COMP_WORDS": words, "_TYPER_COMPLETE_ARGS": words}
+    env |= {"COMP_CWORD": str(words.count(" ")), "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    code, out, err = run(env=env)
+    assert (code, err) == (0, "")
+    return {line.partition("\t")[0] for line in out.splitlines()}
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish"])
+def test_the_shell_completes(shell):
+    assert complete("ringkv ", shell) >= set(COMMANDS)
+    assert complete("ringkv p", shell) == {"plan", "policies"}
+    assert complete("ringkv generate --policy v", shell) == {"value-range", "vase-attnv", "vase-dkv"}
+    assert complete("ringkv chat --policy ", shell) == set(POLICY_NAMES)
+    assert complete("ringkv plan --pin ", shell) == {"none", "system", "prompt"}
+    assert complete("ringkv bench --ret", shell) >= {"--retention"}
+
+
+def test_completion_offers_what_is_accepted():
+    assert sorted(POLICY_NAMES) == sorted(row["name"] for row in json.loads(run("policies", "--json")[1]))
+    assert set(POLICY_NAMES) <= set(POLICIES)
+    for name in CHOICES["retention"]:
+        RingConfig(retention=name)
+    assert CHOICES["pin"] == PINS
+    assert CHOICES["on_repetition"] == ON_REPETITION
+    assert CHOICES["dtype"] == ("auto", *DTYPES)
+    for name in CHOICES["backend"]:
+        backend.check(name)
+
+
+def test_the_script_for_a_shell_is_shown_and_installed(tmp_path):
+    code, out, _ = run("--show-completion", "bash", env={"HOME": str(tmp_path)})
+    assert code == 0
+    assert "_RINGKV_COMPLETE=complete_bash" in out
+    code, out, _ = run("--install-completion", "bash", env={"HOME": str(tmp_path)})
+    assert code == 0
+    assert "_RINGKV_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "ringkv.sh").read_text()
+
+
+def test_help_and_completion_import_nothing_heavy():
+    heavy = "{'torch', 'numpy', 'transformers', 'tokenizers', 'huggingface_hub', 'jinja2', 'triton', 'matplotlib'}"
+    code = f"""
+import sys
+sys.argv = ["ringkv", *sys.argv[1:]]
+from ringkv import cli
+try:
+    cli.main()
+finally:
+    loaded = sorted(({heavy} | {{'rich.progress', 'rich.live'}}) & set(sys.modules))
+    assert not loaded, loaded
+"""
+    completion = {**os.environ, "_RINGKV_COMPLETE": "complete_bash", "COMP_WORDS": "ringkv chat --policy v"}
+    completion["COMP_CWORD"] = "3"
+    for arguments, env in (
+        (["--help"], None),
+        (["generate", "--help"], None),
+        (["plan", "-h"], None),
+        ([], completion),
+    ):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], env=env, capture_output=True, cwd="/")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
