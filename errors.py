@@ -12,5 +12,9 @@ class RingkvError(ValueError):
 
     @classmethod
     def bad(cls, field: str, given: object, accepted: str) -> RingkvError:
-        """The error for a value that is not accepted: ``RingkvError.bad("window", 0, "an int >= 1")``."""
+        """The error for a value that is not accepted.
+
+        >>> str(RingkvError.bad("window", 0, "an int >= 1"))
+        'window = 0: accepted is an int >= 1'
+        """
         return cls(f"{field} = {given!r}: accepted is {accepted}")

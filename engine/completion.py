@@ -65,6 +65,9 @@ class StreamEvent:
         channel: "thinking" or "answer".
         token_ids: the tokens that this event reports.
         completion: on the last event only.
+
+    >>> StreamEvent("Blue", token_ids=[42]).channel
+    'answer'
     """
 
     text: str

@@ -31,6 +31,12 @@ class RingConfig:
 
     Raises:
         RingkvError: a value that is not accepted, by name.
+
+    >>> RingConfig(budget=128, window=32, policy="rkv:lam=0.2").capacity
+    160
+    >>> RingConfig(budget=32, window=32)
+    Traceback (most recent call last):
+    ringkv.errors.RingkvError: sinks (4) + window (32) = 36 is not below budget (32): nothing would be left ...
     """
 
     budget: int | Literal["auto"] = 4096
@@ -112,6 +118,12 @@ class SamplingParams:
 
     Raises:
         RingkvError: a value that is not accepted, by name.
+
+    >>> SamplingParams(temperature=0, stop="###").replace(seed=7).stop
+    ('###',)
+    >>> SamplingParams(top_p=1.5)
+    Traceback (most recent call last):
+    ringkv.errors.RingkvError: top_p = 1.5: accepted is a number from 0 to 1
     """
 
     temperature: float | None = None

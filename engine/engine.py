@@ -51,6 +51,13 @@ class Engine:
 
     Raises:
         RingkvError: an option, config or weight that is not accepted, by name.
+
+    >>> with Engine.from_pretrained("smollm2", ring=RingConfig(budget=48, window=16), dtype="float32") as engine:
+    ...     done = engine.generate("Name a colour.", SamplingParams(temperature=0, max_tokens=90, ignore_eos=True))
+    >>> done.completion_tokens, done.finish_reason, done.ring["capacity"]
+    (90, 'length', 64)
+    >>> done.ring["evictions"] > 0, done.ring["kept"] <= 64
+    (True, True)
     """
 
     def __init__(

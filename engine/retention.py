@@ -54,6 +54,12 @@ class ReFreeKV:
     all heads. The first ``whole_layers`` layers keep everything.
 
     Deviation from the paper: what the ring protects (sinks, pins, the last window) enters too, whatever its rank.
+
+    >>> attention = torch.tensor([[0.6, 0, 0, 0, 0, 0, 0, 0.4]])  # [Hq, n]
+    >>> ReFreeKV().keep(layer=2, n=8, last_attention=lambda: attention).nonzero().flatten().tolist()
+    [0, 1, 2, 3, 7]
+    >>> ReFreeKV().keep(layer=0, n=8, last_attention=lambda: attention) is None  # everything
+    True
     """
 
     name: ClassVar[str] = "refreekv"

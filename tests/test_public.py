@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import subprocess
 import sys
 
@@ -39,3 +40,21 @@ assert done.ring["evictions"] > 5 and done.backend == "torch"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr
+
+
+WITH_EXAMPLES = sorted(set(ringkv.__all__) - {"__version__", "Completion"})
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_the_examples_of_the_public_names_run(name, monkeypatch, capsys):
+    policies = sys.modules[ringkv.Policy.__module__].POLICIES
+    known = dict(policies)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    public = getattr(ringkv, name)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for test in doctest.DocTestFinder().find(public, name):
+        runner.run(test)
+    policies.clear()
+    policies.update(known)
+    assert runner.summarize(verbose=False).attempted
+    assert not runner.failures, capsys.readouterr().out

@@ -31,6 +31,16 @@ class Policy:
         slot_state: names of a float32 value for every slot, zeroed when a token is written to it. [P, H, n] in
             ``live.state``, in position order.
         lane_state: name -> the tensor that every (layer, lane) starts a request with. [P, ...] in ``live.state``.
+
+    >>> import ringkv
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Oldest(Policy):
+    ...     name = "oldest"
+    ...
+    ...     def priority(self, live):
+    ...         return live.position[..., : live.candidates].float()
+    >>> ringkv.RingConfig(budget=128, policy=Oldest()).policy
+    Oldest()
     """
 
     name: ClassVar[str]
@@ -65,6 +75,17 @@ def register_policy(cls: type[Policy]) -> type[Policy]:
 
     Raises:
         RingkvError: not a frozen dataclass derived from ``Policy``, or a name that is malformed or taken.
+
+    >>> @register_policy
+    ... @dataclasses.dataclass(frozen=True)
+    ... class EveryOther(Policy):
+    ...     name = "every-other"
+    ...     step: int = 2
+    ...
+    ...     def priority(self, live):
+    ...         return (live.position[..., : live.candidates] % self.step).float()
+    >>> as_policy("every-other:step=3")
+    EveryOther(step=3)
     """
     if not issubclass(cls, Policy):
         raise RingkvError(f"policy {cls.__name__}: must derive from ringkv.Policy")
