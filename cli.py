@@ -24,11 +24,13 @@ from ringkv.options import (
     WHERE,
     Commands,
     Options,
+    check_output,
     flag,
     interrupt_cancels,
     number,
     numeric,
     option,
+    read_text,
     reporting,
     with_options,
 )
@@ -83,10 +85,10 @@ def generate(
         _run_file(options, params, input, output, retry_errors, 4 if lanes is None else lanes)
         return
     if trace is not None:
-        _check_output("--trace", trace)
+        check_output("--trace", trace)
         if n > 1:
             raise RingkvError(f"--trace: it records one sample; accepted is -n 1, not {n}")
-    messages: Any = _prompt(prompt, prompt_file)
+    messages: Any = read_text(prompt, prompt_file, "--prompt-file")
     if options.system is not None:
         messages = [{"role": "system", "content": options.system}, {"role": "user", "content": messages}]
     with options.engine(1 if lanes is None else lanes) as engine, interrupt_cancels(engine) as interrupted:
@@ -146,7 +148,7 @@ def score(
     json: Annotated[bool, flag("Print a JSON object.", OUTPUT, "--json")] = False,
 ) -> None:
     """Log-likelihood of a text under the ring: fed token by token, evicting as generation does."""
-    text = _prompt("-", None) if file == "-" else _prompt(None, Path(file))
+    text = read_text(None if file != "-" else file, None if file == "-" else Path(file), "FILE")
     with options.engine(1) as engine:
         ids = engine.encode(text)
         scores = engine.score(ids, None if options.seed is None else [options.seed])
@@ -210,7 +212,7 @@ def plan(
     from ringkv.engine.estimate import estimate
 
     given = options.given("device", "dtype", "revision")
-    figures = estimate(checkpoint or options.model, options.ring(), lanes, prompt=prompt, memory=memory, **given)
+    figures = estimate(options.checkpoint(checkpoint), options.ring(), lanes, prompt=prompt, memory=memory, **given)
     if json:
         _echo_json(figures)
         return
@@ -236,7 +238,7 @@ def trace(
 
         for name, path in (("--html", html), ("--png", png)):
             if path is not None:
-                _check_output(name, path)
+                check_output(name, path)
         recorded = Trace.load(file)
         if html is not None:
             from ringkv.trace_page import render
@@ -278,13 +280,14 @@ def bench(
     """Measure speed beside the least time that memory allows; the last line is JSON."""
     from ringkv.console import print_bench, print_cards
     from ringkv.engine import peer
-    from ringkv.engine.measure import Bench, machine
+    from ringkv.engine.measure import Bench, copy_bandwidth, machine
     from ringkv.engine.report import describe_engine
 
     if compare is not None:
         peer.check_peer(compare)
+    model = options.checkpoint(checkpoint)
     each = [
-        dataclasses.replace(options, model=checkpoint or options.model, budget=number(budget), policy=policy)
+        dataclasses.replace(options, model=model, budget=number(budget), policy=policy)
         for budget in _listed(budgets, ",")
         for policy in _listed(policies, ";" if ":" in policies else ",")
     ]
@@ -292,18 +295,19 @@ def bench(
     wanted = Bench([one.ring() for one in each], numbers, prompt, tokens)
     rows, runs, peers = [], {}, []
     with each[0].engine(1) as engine:
-        cards = wanted.cards(engine)
+        bandwidth = copy_bandwidth(engine.model.device)
+        cards = wanted.cards(engine, bandwidth)
         print_cards(cards)
-        for row, run in wanted.rows(engine, 1e9 * cards[0]["bandwidth_gb_s"]):
+        for row, run in wanted.rows(engine, bandwidth):
             rows.append(row)
             runs[row["lanes"]] = run
         if compare is not None:
-            loaded = peer.load_peer(each[0].model, engine.model.device, engine.model.dtype, options.revision)
+            loaded = peer.load_peer(model, engine.model.device, engine.model.dtype, options.revision)
             peers = list(peer.compare(engine, loaded, wanted.ids(engine.model.config), runs))
-        about = {"bench": "ringkv", **describe_engine(engine), "device": str(engine.model.device)}
+        about: dict[str, Any] = {"bench": "ringkv", **describe_engine(engine), "device": str(engine.model.device)}
     print_bench(rows, peers)
-    about |= {"prompt": prompt, "tokens": tokens}
-    _echo_json({**about, "cards": cards, "rows": rows, "peers": peers, "machine": machine()})
+    about |= {"prompt": prompt, "tokens": tokens, "cards": cards, "rows": rows, "peers": peers}
+    _echo_json(about | {"machine": machine() | options.given("threads")})
 
 
 @app.command()
@@ -341,31 +345,8 @@ def _root(
         typer.echo(context.get_help())
 
 
-def _prompt(prompt: str | None, file: Path | None) -> str:
-    if (prompt is None) == (file is None):
-        raise RingkvError("prompt: give one, as an argument, as - for stdin, or with --prompt-file")
-    if file is not None:
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RingkvError(f"--prompt-file {file}: cannot be read as UTF-8 text ({error})") from None
-    if prompt != "-":
-        return prompt or ""
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RingkvError(f"prompt from stdin: it is not UTF-8 ({error})") from None
-
-
 def _listed(text: str, separator: str) -> list[str]:
     return [each.strip() for each in text.split(separator)]
-
-
-def _check_output(name: str, path: Path) -> None:
-    """Refuse at the start what could not be written at the end."""
-    if path.is_dir() or not path.parent.is_dir():
-        why = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
-        raise RingkvError(f"{name} {str(path)!r}: {why}; accepted is the name of a file")
 
 
 def _echo_json(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the commands share: their options as one frozen dataclass, how errors are told, what Ctrl-C does."""
+"""What the commands share: options as one frozen dataclass, texts that are read, how errors are told, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -144,6 +145,12 @@ class Options:
         """The named options that were given."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
+    def checkpoint(self, named: str | None) -> str:
+        """The model that is named as an argument, or by --model; naming two is refused."""
+        if named is not None and self.model not in (Options.model, named):
+            raise RingkvError(f"--model {self.model}: {named} is named too; accepted is one of them")
+        return self.model if named is None else named
+
     def ring(self) -> RingConfig:
         """The ring that these options name."""
         from ringkv.engine.config import RingConfig
@@ -163,6 +170,30 @@ class Options:
         from ringkv.engine.config import SamplingParams
 
         return SamplingParams(**self.given("seed", *SAMPLING_FIELDS), **more)
+
+
+def read_text(text: str | None, file: Path | None, name: str) -> str:
+    """A text that was given, of stdin where it is -, or of a file.
+
+    Args:
+        name: what names the file on the command line.
+    """
+    if (text is None) == (file is None):
+        raise RingkvError(f"prompt: give one, as an argument, as - for stdin, or with {name}")
+    try:
+        if file is not None:
+            return file.read_text(encoding="utf-8")
+        return sys.stdin.buffer.read().decode("utf-8") if text == "-" else text or ""
+    except (OSError, ValueError) as error:  # a path may hold a null byte
+        what = "stdin" if file is None else f"{name} {str(file)!r}"
+        raise RingkvError(f"{what}: cannot be read as UTF-8 text ({error})") from None
+
+
+def check_output(name: str, path: Path) -> None:
+    """Refuse at the start what could not be written at the end."""
+    if path.is_dir() or not path.parent.is_dir():
+        why = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
+        raise RingkvError(f"{name} {str(path)!r}: {why}; accepted is the name of a file")
 
 
 def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

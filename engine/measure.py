@@ -58,7 +58,7 @@ def seconds(action: Callable[[], object], clock: Callable[[], float] = time.perf
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None, tries: int = 10) -> float:
-    """Bytes a second of a copy, those read and those written, the best of some.
+    """Bytes a second of a copy, those read and those written, the best of some, with torch's threads as they are.
 
     Args:
         size: bytes that are copied: more than a cache holds.
@@ -184,10 +184,12 @@ class Bench:
                 wanted = f"prompt + tokens = {self.prompt + self.tokens}"
                 raise RingkvError(f"policy full holds {ring.capacity} tokens: {wanted}")
 
-    def cards(self, engine: Engine) -> list[dict[str, Any]]:
-        """What a step must read by the last one, and the least time of it: known before anything runs."""
-        with engine._limits():
-            bandwidth = copy_bandwidth(engine.model.device)
+    def cards(self, engine: Engine, bandwidth: float) -> list[dict[str, Any]]:
+        """What the last step must read at most, and the least time of that: known before anything runs.
+
+        Args:
+            bandwidth: bytes a second.
+        """
         rows = []
         for ring in self.rings:
             entered = self.prompt if self.prompt < ring.capacity else ring.kept
@@ -202,7 +204,7 @@ class Bench:
 
         Args:
             engine: its decoder is used, its ring is not.
-            bandwidth: bytes a second, for the share of the floor.
+            bandwidth: bytes a second.
         """
         ids = self.ids(engine.model.config)
         for ring in self.rings:

@@ -164,7 +164,7 @@ def test_no_prompt_and_two_prompts_are_refused(tiny):
 
     assert "prompt: give one" in refused()
     assert "prompt: give one" in refused("Hi", "--prompt-file", "x")
-    assert "not UTF-8" in refused("-", input=b"\xff\xfe")
+    assert "stdin: cannot be read as UTF-8 text" in refused("-", input=b"\xff\xfe")
     assert "it is empty" in refused("", "--raw")
 
 
@@ -279,7 +279,7 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny):
     assert process.stderr.read() == b""
 
 
-COMMANDS = ["generate", "chat", "score", "plan", "bench", "policies"]
+COMMANDS = ["generate", "chat", "score", "plan", "trace", "bench", "policies"]
 
 
 def test_help_and_version():
@@ -332,6 +332,17 @@ def test_a_command_that_is_mistyped_is_told_in_one_line(arguments, message):
     assert done.stderr.endswith("; -h lists what is accepted\n")
     assert message in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["plan", "bench"])
+def test_two_models_are_one_too_many(tiny, command):
+    done = CliRunner().invoke(app, [command, str(tiny), "--model", "owner/other"])
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"ringkv: --model owner/other: {tiny} is named too; accepted is one of them\n",
+    )
+    same = CliRunner().invoke(app, ["plan", str(tiny), "--model", str(tiny), "--json"])
+    assert json.loads(same.stdout)["model"] == str(tiny)
 
 
 def complete(words, shell="bash"):

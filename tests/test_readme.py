@@ -1,40 +1,73 @@
-"""README keeps its word: every command and every piece of Python in it runs, on the real model."""
+"""README and weights.md keep their word: every command and every piece of Python in them runs, on the real model.
+
+A hub id stands for a tiny checkpoint in a cache that is made here.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-LINES = [line for block in re.findall(r"```sh\n(.+?)```", README, re.S) for line in block.strip().splitlines()]
+from ringkv.models.gguf import smollm2_path
+
+ROOT = Path(__file__).parents[1]
+README, WEIGHTS = ((ROOT / name).read_text() for name in ("README.md", "weights.md"))
+LINES = [
+    line for block in re.findall(r"```sh\n(.+?)```", README + WEIGHTS, re.S) for line in block.strip().splitlines()
+]
 # The parts of a line that install or test are what CI itself runs.
 COMMANDS = [part for line in LINES for part in line.split(" && ") if not part.startswith(("pip install", "pytest"))]
 PYTHON = re.findall(r"```python\n(.+?)```", README, re.S)
+HUB_IDS = {word for line in COMMANDS for word in shlex.split(line) if re.fullmatch(r"[A-Z][\w-]*/[\w.-]+", word)}
+SHA = "0" * 40
 
 
-def run(command, cwd, input=""):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+@pytest.fixture(scope="module")
+def hub_cache(tiny_chat_checkpoint, tmp_path_factory):
+    """A hub cache with a tiny checkpoint under every id that the documents name."""
+    cache = tmp_path_factory.mktemp("hub")
+    for hub_id in HUB_IDS:
+        repository = cache / f"models--{hub_id.replace('/', '--')}"
+        shutil.copytree(tiny_chat_checkpoint, repository / "snapshots" / SHA)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(SHA)
+    return cache
+
+
+@pytest.fixture
+def folder(tiny_chat_checkpoint, tmp_path):
+    """Where the commands run: it holds the files that they name."""
+    (tmp_path / "my-checkpoint").symlink_to(tiny_chat_checkpoint)
+    (tmp_path / "model.gguf").symlink_to(smollm2_path())
+    return tmp_path
+
+
+def run(command, cwd, input="", **environment):
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(command, input=input, capture_output=True, text=True, cwd=cwd, env=environment)
     assert done.returncode == 0, done.stderr
     return done
 
 
 def test_readme_holds_what_is_looked_for():
-    assert len(COMMANDS) >= 4
+    assert len(COMMANDS) >= 10
+    assert len(HUB_IDS) >= 3
     assert all(command.startswith(("ringkv ", "python bench/")) for command in COMMANDS)
     assert len(PYTHON) >= 2
     assert sum(line.endswith("&& pytest") for line in LINES) == 1
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("ringkv ") and "sky.trace" not in c])
-def test_command(command, tmp_path):
-    done = run(shlex.split(command), tmp_path, input="Hi\n/quit\n")
+def test_command(command, folder, hub_cache):
+    done = run(shlex.split(command), folder, input="Hi\n/quit\n", HF_HUB_CACHE=str(hub_cache))
     assert done.stdout.strip()
     if "--budget 128 --window 32 --max-tokens 400" in command:
         tokens, evictions = (int(re.search(rf"{name} +(\d+)", done.stderr)[1]) for name in ("seen, live", "evictions"))
@@ -47,7 +80,7 @@ def test_the_picture_is_made_by_its_commands(tmp_path):
     for command in (c for c in COMMANDS if "sky.trace" in c):
         run(shlex.split(command), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"sky.trace", "sky.html", "survival.png"}
-    assert (Path(__file__).parents[1] / "bench" / "survival.png").is_file()
+    assert (ROOT / "bench" / "survival.png").is_file()
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
