@@ -1,4 +1,4 @@
-"""What starting costs: ``ringkv --help``, and opening SmolLM2's GGUF beside reading and dequantising it with gguf alone.
+"""What starting costs: ``ringkv --help``, and opening SmolLM2's GGUF beside what reading it with gguf alone takes.
 
 python bench/startup.py
 """
@@ -57,7 +57,7 @@ def help_seconds() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         return used.ru_utime + used.ru_stime
 
-    command = [Path(sys.executable).with_name("ringkv"), "--help"]
+    command = [str(Path(sys.executable).with_name("ringkv")), "--help"]
     return seconds(lambda: subprocess.run(command, stdout=subprocess.DEVNULL, check=True), spent)
 
 
