@@ -39,6 +39,9 @@ OTHERS: tuple[str, ...] = (
 OTHERS += ("max_thinking_tokens", "thinking_message", "on_repetition", "min_repeat_count", "min_repeat_span")
 
 
+_AHEAD = 64  # positions that noise is made for at once
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Effective values of one request, each with where it came from.
@@ -117,6 +120,9 @@ class Sampler:
         self._in_prompt: Tensor | None = None
         self._in_output: Tensor | None = None
         self._ending: Tensor | None = None
+        self._left = 0  # draws that the noise made ahead is still good for
+        self._ahead: Tensor  # [B, _AHEAD], from position self._since [B] on
+        self._since: Tensor
         if static:
             self._bias = self._table(None, torch.float32)
             self._in_prompt, self._in_output, self._ending = (self._table(None, torch.bool) for _ in range(3))
@@ -183,10 +189,28 @@ class Sampler:
         )
         if self._greedy:
             return sample(penalized, None, None)
-        counter = TOKEN + 256 * ring.sample[at]
-        uniform = to_uniform(philox(ring.seed[at], ring.seen[at], 0, 0, counter)[0])
-        filters = Filters(self._temperature[at], of(self._top_k), of(self._top_p), of(self._min_p))
+        if self._static or lanes is not None:
+            uniform = _uniform(ring.seed[at], ring.seen[at], ring.sample[at])
+            self._left = 0
+        else:
+            uniform = self._next_uniform(ring)
+        filters = Filters(self._temperature[at], of(self._top_k), of(self._top_p), of(self._min_p), self._any_greedy)
         return sample(penalized, filters, uniform)
+
+    def _next_uniform(self, ring: Ring) -> Tensor:
+        """The noise of position ``seen`` of every lane, float32 [B], made for some positions at once: philox is a
+        hundred small operations, whatever it is made for.
+
+        From draw to draw a lane's ``seen`` grows by one or, where it does not run, stays; a request that comes into a
+        lane is drawn for by name first.
+        """
+        if self._left == 0:
+            self._left, self._since = _AHEAD, ring.seen.clone()
+            ahead = self._since[:, None] + torch.arange(_AHEAD, device=self._device)
+            self._ahead = _uniform(ring.seed[:, None], ahead, ring.sample[:, None])
+        self._left -= 1
+        at = (ring.seen - self._since).clamp(0, _AHEAD - 1)  # out of it is only a lane that does not run
+        return self._ahead.gather(1, at[:, None])[:, 0]
 
     def note(self, token: Tensor, lanes: Sequence[int] | None = None) -> None:
         """Remember the tokens [b] that were drawn, for the penalties on the output."""
@@ -200,7 +224,8 @@ class Sampler:
     def _build(self) -> None:
         self._temperature = self._column("temperature", torch.float32)
         self._min_tokens = self._column("min_tokens", torch.int64)
-        self._greedy = not self._static and all(values["temperature"] < GREEDY_BELOW for values in self._lanes)
+        greedy = [values["temperature"] < GREEDY_BELOW for values in self._lanes]
+        self._greedy, self._any_greedy = not self._static and all(greedy), self._static or any(greedy)
         self._top_k = self._used("top_k", torch.int64, off=0)
         self._top_p = self._used("top_p", torch.float32, off=1)
         self._min_p = self._used("min_p", torch.float32, off=0)
@@ -224,3 +249,8 @@ class Sampler:
     def _ids(self, ids: Iterable[int]) -> Tensor:
         known = [each for each in ids if each < self.vocabulary]
         return torch.tensor(known, dtype=torch.int64, device=self._device)
+
+
+def _uniform(seed: Tensor, position: Tensor, sample: Tensor) -> Tensor:
+    """float32 in (0, 1) of a request's key, the position that is drawn, and the sample's index."""
+    return to_uniform(philox(seed, position, 0, 0, TOKEN + 256 * sample)[0])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams
-from ringkv.engine.sampling import DEFAULTS, Sampling
+from ringkv.engine.sampling import DEFAULTS, Sampler, Sampling
+from ringkv.kernels.philox import TOKEN, philox, to_uniform
+from rings import make_ring
 from scripted import byte_tokenizer
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
@@ -84,3 +87,36 @@ def test_ids_beyond_the_tokenizer_are_never_drawn(temperature):
     done = engine.generate([1, 2], params.replace(on_repetition="ignore"))
     assert max(done.token_ids) < tokenizer.size
     assert len(done.token_ids) == 200
+
+
+def test_noise_is_that_of_its_position_whoever_runs_beside():
+    """Noise made ahead for many positions is what the request's key and position alone give."""
+    ring = make_ring("streaming", budget=16, window=4, lanes=3)
+    sampler = Sampler(3, 1000, torch.device("cpu"))
+    sampling = Sampling.resolve(SamplingParams(temperature=1, top_p=1), {})
+    logits = torch.zeros(3, 1000)
+    random = np.random.default_rng(0)
+
+    def wanted(lane):
+        seed, sample = ring.seed[lane, None], ring.sample[lane, None]
+        u = to_uniform(philox(seed, ring.seen[lane, None], 0, 0, TOKEN + 256 * sample)[0])
+        return int(u.double() * 1000)
+
+    def admit(lane):
+        ring.reset(lane, seed=int(random.integers(2**60)), sample=int(random.integers(5)))
+        ring.start(lane, int(random.integers(1, 5000)))
+        sampler.set(lane, sampling)
+        return int(sampler.draw(logits[:1], ring, [lane])), wanted(lane)
+
+    drawn = [admit(lane) for lane in range(3)]
+    for step in range(400):
+        ring.seen += ring.active
+        tokens = sampler.draw(logits, ring).tolist()
+        drawn += [(tokens[lane], wanted(lane)) for lane in ring.running]
+        lane = int(random.integers(3))
+        if step % 23 == 0:
+            ring.stop(lane)
+        elif step % 29 == 1:
+            drawn.append(admit(lane))
+    assert len(drawn) > 600
+    assert [got for got, _ in drawn] == [each for _, each in drawn]
