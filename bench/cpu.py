@@ -21,10 +21,9 @@ import torch
 from ringkv import Engine, RingConfig
 from ringkv.bench import lanes, llama
 from ringkv.bench.common import finish, note, table, timed
-from ringkv.engine.estimate import LiveBytes
 from ringkv.engine.measure import Clock, copy_bandwidth, peak_bytes, reset_peak, step_bytes
 from ringkv.engine.peer import load_peer, peer_times
-from ringkv.engine.plan import Planner
+from ringkv.engine.plan import LiveBytes, Planner
 from ringkv.models.decoder import Decoder, Mlp
 
 PROMPT, BUDGET, AROUND, PASSES = 64, 512, 96, 24
