@@ -47,10 +47,11 @@ def split_rotate(
     Returns:
         q [n, heads, D], k [n, kv_heads, D], v [n, kv_heads, D].
     """
-    both, v = qkv.view(len(qkv), heads + 2 * kv_heads, -1).split((heads + kv_heads, kv_heads), dim=1)
+    split = torch.split_with_sizes  # Tensor.split takes longer than what it is for
+    both, v = split(qkv.view(len(qkv), heads + 2 * kv_heads, -1), (heads + kv_heads, kv_heads), 1)
     if norms is None:
-        q, k = rotate(both, angles).split((heads, kv_heads), dim=1)
+        q, k = split(rotate(both, angles), (heads, kv_heads), 1)
     else:
-        q, k = both.split((heads, kv_heads), dim=1)
+        q, k = split(both, (heads, kv_heads), 1)
         q, k = rotate(rms_norm(q, norms[0], eps), angles), rotate(rms_norm(k, norms[1], eps), angles)
     return q, k, v
