@@ -185,8 +185,7 @@ def main() -> None:
     rows = [["ringkv " + dtype, *(f"{run.around(seen):.1f}" for seen in lengths), f"{prefill_ms / 1e3:.2f}"]]
     rows += [["its products", *(f"{run.products_ms[seen]:.1f}" for seen in lengths), ""]]
     for name, times in peers.items():
-        first = f"{times[prompt][0] / 1e3:.2f}" if prompt in times else ""
-        rows += [[name, *(f"{times[seen][1]:.1f}" for seen in lengths), first]]
+        rows += [[name, *(f"{times[seen][1]:.1f}" for seen in lengths), f"{times[prompt][0] / 1e3:.2f}"]]
     note(table(["ms a token after", *map(str, lengths), f"prefill of {prompt}, s"], rows))
     moved = step_bytes(engine, 1, int(engine.ring.spans.sum()))
     achieved = moved / run.around(long) / 1e6

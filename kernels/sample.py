@@ -33,12 +33,8 @@ class Filters:
 
     def row(self, b: int) -> Filters:
         """Those of one lane."""
-        columns = (self.temperature[b, None], *(x if x is None else x[b, None] for x in self._optional))
-        return Filters(*columns, any_greedy=self.any_greedy)
-
-    @property
-    def _optional(self) -> tuple[Tensor | None, ...]:
-        return self.top_k, self.top_p, self.min_p
+        top_k, top_p, min_p = (None if x is None else x[b, None] for x in (self.top_k, self.top_p, self.min_p))
+        return Filters(self.temperature[b, None], top_k, top_p, min_p, self.any_greedy)
 
 
 @dispatched
