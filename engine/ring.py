@@ -118,7 +118,6 @@ class Ring:
         self.seed[lane] = seed - (1 << 64) if seed >= 1 << 63 else seed
         self.sample[lane], self.pin[lane] = sample, pin
         self.state.reset(lane)
-        self.recorders.pop(lane, None)
         self.counts[:, lane] = self.spans[:, lane] = self.evicted[:, lane] = self.unobserved[:, lane] = 0
 
     def start(self, lane: int, seen: int) -> None:

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from naive import Naive
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams
 from ringkv.engine.graph import GraphRunner
-from ringkv.engine.record import DROPPED, LIVE, PREFILL
+from ringkv.engine.record import DROPPED, LIVE, PREFILL, Recorder
 from ringkv.engine.sampling import Sampler
 from ringkv.engine.trace import Trace
 from ringkv.kernels.append import value_range
@@ -140,6 +140,18 @@ def test_a_surplus_step_is_not_in_it():
         assert np.array_equal(a.v_range, b.v_range)
 
 
+def test_tokens_past_the_end_are_left_out():
+    """A request cancelled two steps late, window 1: the ring has read 5 and 6, and evicted 1 and then 5."""
+    recorder = Recorder(1)
+    recorder.admit(0, torch.arange(4), torch.arange(4)[None], torch.ones(1, 4))
+    for seen, gone in ((5, 1), (7, 5)):
+        recorder.evict(0, torch.tensor(seen), torch.tensor([[gone]]), torch.full((1, 1), float(gone)))
+    memory = recorder.memory(5, torch.tensor([[[0, 6, 2, 3, 4]]]), torch.tensor([[[9.0, 8.0, 7.0, 6.0, 5.0]]]))
+    assert memory.taken.tolist() == [[[LIVE, 1, LIVE, LIVE, LIVE]]]
+    assert memory.v_range.tolist() == [[[1, 1, 1, 1, 5]]]
+    assert memory.evicted_at.tolist() == [[5]]
+
+
 def test_not_asked_for_nothing_is_recorded():
     engine = make_engine(RingConfig(24, 8))
     done = engine.generate(IDS, params(40))
@@ -182,6 +194,7 @@ def test_texts_join_and_loops_are_found():
     assert trace.repetition == done.repetition
     assert (trace.repetition["period"], trace.repetition["count"]) == (2, 6)
     assert trace.loop() == (n + 6, n + 18)
+    assert dataclasses.replace(trace, repetition={**trace.repetition, "count": 2}).loop() == (n + 14, n + 18)
     assert dataclasses.replace(trace, repetition=None).loop() is None
 
 
