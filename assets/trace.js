@@ -29,9 +29,10 @@ const left = Int32Array.from(taken, (mark, at) => {
 const times = [...new Set(evictedAt)].filter((n) => n > 0).sort((a, b) => a - b);
 const state = { t: seen, pinned: -1, hovered: -1 };
 
+// A half float; what is smaller than 0.0001 would be shown as 0 anyway.
 function half(bits) {
-  const exponent = (bits >> 10) & 31, fraction = bits & 1023;
-  return exponent ? 2 ** (exponent - 15) * (1 + fraction / 1024) : fraction * 2 ** -24;
+  const exponent = (bits >> 10) & 31;
+  return exponent ? 2 ** (exponent - 15) * (1 + (bits & 1023) / 1024) : 0;
 }
 
 function holders(token) {

@@ -43,7 +43,15 @@ def test_layers_at_the_end():
     [
         made(3, 2, 12, 60),
         made(1, 1, 1, 1, taken=np.full((1, 1, 1), 65535, np.uint16), evicted_at=np.zeros((1, 0), np.int32)),
-        made(2, 1, 40, 3000, model="<$\\nope{$ & co>", repetition={"unit": [7], "period": 1, "count": 1}),
+        made(
+            2,
+            1,
+            40,
+            3000,
+            model="<$\\nope{$ & co>",
+            retention="$\\nope{$",
+            repetition={"unit": [7], "period": 1, "count": 1},
+        ),
     ],
     ids=["small", "least", "long"],
 )
