@@ -101,6 +101,7 @@ def _facts(trace: Trace) -> list[tuple[str, str]]:
     rows = [
         ("policy", trace.policy),
         ("budget", f"{trace.budget} + window {trace.window}"),
+        ("always kept", f"the first {max(trace.sinks, trace.pin):,}"),
         ("tokens", f"{trace.prompt_tokens:,} prompt, {len(trace.texts) - trace.prompt_tokens:,} new"),
         ("evictions a layer", spread(trace.evictions)),
         ("seed", str(trace.seed)),

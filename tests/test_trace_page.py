@@ -35,6 +35,8 @@ def test_the_page_holds_the_trace():
     assert (slider["min"], slider["max"], slider["value"]) == ("12", "60", "60")
     assert "6 (layer, KV head) pairs" in page.text
     assert "12 prompt, 49 new" in " ".join(page.text.split())
+    assert "the first 4" in page.text
+    assert "the first 9" in Page(render(made(3, 2, 12, 60, pin=9))).text
     assert not [given for tag, given in page.attributes if given.get("class") == "note"]
 
 

@@ -67,8 +67,13 @@ def test_live_sets_over_time(policy, retention, threshold, heads, kv_heads, prom
     assert all(as_lists(trace.live(at)[..., :at]) == live for at, live in seen.items())
     assert trace.evictions == done.ring["evictions_per_layer"]
     assert max(trace.evictions) >= 3
+    assert trace.live(prompt)[:, 0].sum(-1).tolist() == done.ring["retained"]
+    pinned = prompt if pin == "prompt" else 0
+    assert (trace.budget, trace.window, trace.sinks, trace.pin, trace.seed) == (64, 8, 4, pinned, 7)
+    assert (trace.policy.split(":")[0], trace.retention) == (policy, done.ring["retention"])
+    assert (trace.finish_reason, trace.repetition) == (done.finish_reason, done.repetition)
     want, live = Naive(engine.model.config, tiny_weights(engine.model.config)).run(
-        ids, 90, policy=policy, budget=64, window=8, seed=7, pin=len(ids) if pin == "prompt" else 0, threshold=threshold
+        ids, 90, policy=policy, budget=64, window=8, seed=7, pin=pinned, threshold=threshold
     )
     assert done.token_ids == want
     assert as_lists(trace.live()) == live
