@@ -151,6 +151,7 @@ def print_plan(figures: dict[str, Any]) -> None:
     for name, what in (
         ("ring", "the sum of these"),
         ("scratch", "of evictions"),
+        *[("step", "captured, at most")] * (figures["step_bytes"] > 0),
         ("prefill", f"at most, {figures['prompt_tokens']} tokens"),
         ("total", "at the worst moment"),
     ):

@@ -1,270 +1,117 @@
-"""Everything that only a GPU can tell, in about eight minutes: kernels, graph, speed against the floor, memory.
+"""Everything that only a GPU can tell, in less than eight minutes: kernels, graph, speed against the floor, memory.
 
     python bench/gpu.py            # one GPU
     python bench/gpu.py --dry      # a CPU: the same code at tiny shapes on the torch path, an eager stub for the graph
 
-Each section has a budget of seconds and leaves out what it does not reach; after each the figures so far are printed as
-one line of JSON, the last line holds all. How to read them is in CONTRIBUTING.md.
+Each section has a budget of seconds and a process of its own, so that one that fails or hangs loses no other. After
+each its figures are printed as one line of JSON; the last line holds all. How to read them is in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ringkv.bench.common import finish, note, table
-from ringkv.bench.gpu_parts import (
-    DRY,
-    SAMPLED,
-    WET,
-    Setting,
-    age,
-    build,
-    kernel_cases,
-    make,
-    transformers_step_ms,
-)
-from ringkv.engine.cost import step_bytes
-from ringkv.engine.measure import Clock, copy_bandwidth, peak_bytes, reset_peak, run_steps
-from ringkv.engine.plan import Planner
-from ringkv.engine.runner import Runner
-from ringkv.kernels.backend import use
+from ringkv.bench.gpu_parts import DRY, WET
+from ringkv.bench.gpu_sections import SECTIONS
 
-POLICIES = ("vase-attnv", "vase-dkv", "snapkv", "rkv")
-
-
-Section = Callable[[Setting, float], dict[str, Any]]  # gets the time at which it should be done
-
-
-def kernels(setting: Setting, until: float) -> dict[str, Any]:
-    """(a) Every operation through its kernel and through its twin, on the same input."""
-    config = list(setting.models.values())[-1]
-    rows: dict[str, Any] = {}
-    for dtype in setting.dtypes:
-        for name, case in kernel_cases(config, setting, dtype):
-            if time.monotonic() > until:
-                return rows | {"left_out": name}
-            with use(setting.backend):
-                kernel = case()
-            with use("torch"):
-                twin = case()
-            rows[f"{name} {str(dtype).removeprefix('torch.')}"] = difference(kernel, twin)
-    return rows
-
-
-def difference(kernel: Tensor, twin: Tensor) -> dict[str, Any]:
-    """How far apart two results are: in ulp of the row's largest number, or as the share of entries that differ."""
-    if not kernel.is_floating_point():
-        return {"differing": float((kernel != twin).double().mean())}
-    wide, other = kernel.double(), twin.double()
-    info = torch.finfo(kernel.dtype)
-    largest = other.where(other.isfinite(), 0).abs().amax(-1, keepdim=True).clamp(min=info.tiny)
-    apart = torch.where(wide == other, 0, (wide - other).abs() / (largest * info.eps))
-    return {"ulp": float(apart.max())}
-
-
-def graph(setting: Setting, until: float) -> dict[str, Any]:
-    """(b) The captured step and the eager one: the same tokens, with evictions on the way."""
-    config, budget = next(iter(setting.models.values())), min(setting.budgets)
-    decoder = build(config, setting.device, torch.bfloat16)
-    steps = 2 * setting.window + 10
-    runs = []
-    for captured in (False, True):
-        runner = make(decoder, setting.ring(budget), max(setting.lanes), setting, captured)
-        runs.append(generate(runner, budget + setting.window // 2, steps, setting))
-    evictions = int(runner.ring.evicted.max())
-    return {"tokens": sum(map(len, runs[0])), "evictions": evictions, "equal": runs[0] == runs[1]}
-
-
-def generate(runner: Runner, prompt: int, steps: int, setting: Setting) -> list[list[int]]:
-    """The tokens of some steps, all lanes."""
-    with use(setting.backend):
-        for lane in range(runner.ring.lanes):
-            runner.ring.reset(lane, seed=lane)
-            runner.sampler.set(lane, SAMPLED)
-            ids = [(7 * lane + 3 * i) % runner.model.config.vocab_size for i in range(prompt)]
-            runner.first(lane, runner.prefill(lane, ids))
-        return run_steps(runner, steps)
-
-
-def decode(setting: Setting, until: float) -> dict[str, Any]:
-    """(c) Milliseconds a step against the floor, on a fresh ring and on one that was evicted many times."""
-    bandwidth, rows = copy_bandwidth(setting.device, 1 << (20 if setting.dry else 32)), []
-    left_out = []
-    for name, config in setting.models.items():
-        decoder = build(config, setting.device, torch.bfloat16)
-        for lanes in setting.lanes:
-            for budget in setting.budgets:
-                if time.monotonic() > until:
-                    left_out.append([name, lanes, budget])
-                    continue
-                runner = make(decoder, setting.ring(budget), lanes, setting)
-                row: dict[str, Any] = {"model": name, "lanes": lanes, "budget": budget}
-                for state, evictions in (("fresh", 0), ("evicted", setting.aged)):
-                    age(runner, evictions, setting.backend)
-                    slots = runner.ring.config.capacity if evictions else int(runner.ring.counts.max())
-                    read = step_bytes(config, lanes, slots, decoder.dtype.itemsize)
-                    ms, floor = step_times(runner, setting)["median"], 1e3 * read / bandwidth
-                    row[state] = {"ms": ms, "bytes": read, "floor_ms": floor, "ratio": ms / floor}
-                rows.append(row)
-                del runner
-        del decoder
-    return {"bandwidth": bandwidth, "steps": rows, "left_out": left_out, "long": long_run(setting, until)}
-
-
-def step_times(runner: Runner, setting: Setting, steps: int | None = None) -> dict[str, float]:
-    """Milliseconds between steps, warm: the median, which an eviction in between does not move, and the mean."""
-    clock = Clock(setting.device)
-    with use(setting.backend):
-        run_steps(runner, setting.warm)
-        run_steps(runner, steps or setting.timed, clock)
-    times = clock.between()
-    return {"median": statistics.median(times), "mean": statistics.mean(times)}
-
-
-def long_run(setting: Setting, until: float) -> dict[str, Any]:
-    """One real run: is a step at its end as fast as after the first eviction?"""
-    config = next(iter(setting.models.values()))
-    runner = make(build(config, setting.device, torch.bfloat16), setting.ring(setting.budgets[0]), 1, setting)
-    age(runner, 1, setting.backend)
-    tenth = setting.long // 10
-    means: list[float] = []
-    while len(means) < 10 and time.monotonic() < until + 30:
-        means.append(step_times(runner, setting, tenth)["mean"])
-    seen, evictions = int(runner.ring.seen[0]), int(runner.ring.evicted.max())
-    return {"steps": tenth * len(means), "seen": seen, "evictions": evictions, "mean_ms": means}
-
-
-def eviction(setting: Setting, until: float) -> dict[str, Any]:
-    """(d) What evicting every layer of every lane costs, as a share of the steps between two evictions."""
-    rows: list[dict[str, Any]] = []
-    for name, config in list(setting.models.items())[::2]:
-        decoder = build(config, setting.device, torch.bfloat16)
-        for policy in POLICIES:
-            for lanes in setting.lanes:
-                if time.monotonic() > until:
-                    return {"rows": rows, "left_out": [name, policy, lanes]}
-                runner = make(decoder, setting.ring(setting.budgets[0], policy), lanes, setting)
-                step = step_times(age(runner, 2, setting.backend), setting)["median"]
-                clock = Clock(setting.device)
-                for _ in range(4):
-                    age(runner, 1, setting.backend, clock)
-                ms = statistics.median(clock.between()[::2])
-                share = ms / (ms + setting.window * step)
-                rows.append(
-                    {"model": name, "policy": policy, "lanes": lanes, "ms": ms, "step_ms": step, "share": share}
-                )
-                del runner
-        del decoder
-    return {"rows": rows, "left_out": None}
-
-
-def peers(setting: Setting, until: float) -> dict[str, Any]:
-    """(e) The same shapes in a plain transformers loop over its static cache."""
-    rows = []
-    for name, config in setting.models.items():
-        for lanes in setting.lanes:
-            if time.monotonic() < until:
-                length = setting.budgets[0] + setting.window
-                rows.append({"model": name, "lanes": lanes} | transformers_step_ms(config, lanes, length, setting))
-    return {"rows": rows}
-
-
-def memory(setting: Setting, until: float) -> dict[str, Any]:
-    """(f) Peak memory of decoding against the plan."""
-    rows = []
-    for name, config in setting.models.items():
-        if time.monotonic() > until:
-            break
-        lanes, ring = max(setting.lanes), setting.ring(setting.budgets[0])
-        plan = Planner(config, torch.bfloat16, prompt=8).plan(ring, lanes)
-        before = _allocated(setting)
-        decoder = build(config, setting.device, torch.bfloat16)
-        runner = make(decoder, ring, lanes, setting)
-        reset_peak(setting.device)
-        step_times(age(runner, 2, setting.backend), setting)
-        held = plan.weights_bytes + plan.ring_bytes + plan.scratch_bytes
-        own = decoder.nbytes + runner.ring.nbytes + runner.ring.scratch.nbytes
-        peak = own if setting.dry else (peak_bytes(setting.device) or 0) - before
-        rows.append({"model": name, "plan": held, "held": own, "peak": peak, "ratio": peak / held})
-        del runner, decoder
-    return {"rows": rows}
-
-
-def prefill(setting: Setting, until: float) -> dict[str, Any]:
-    """(g) Reading a long prompt: it must not take n x n memory in either type."""
-    config, rows = next(iter(setting.models.values())), []
-    for dtype in setting.dtypes:
-        if time.monotonic() > until:
-            break
-        decoder = build(config, setting.device, dtype)
-        runner = make(decoder, setting.ring(setting.budgets[0]), 1, setting, captured=False)
-        before = _allocated(setting)
-        reset_peak(setting.device)
-        clock = Clock(setting.device)
-        ids = [i % config.vocab_size for i in range(setting.prompt)]
-        with use(setting.backend):
-            runner.ring.reset(0, seed=0)
-            clock.mark()
-            runner.prefill(0, ids)
-            clock.mark()
-        (ms,) = clock.between()
-        extra = (peak_bytes(setting.device) or 0) - before
-        named = {"dtype": str(dtype).removeprefix("torch."), "tokens": len(ids)}
-        rows.append(named | {"ms": ms, "extra": extra})
-        del runner, decoder
-    return {"rows": rows}
-
-
-def _allocated(setting: Setting) -> int:
-    return 0 if setting.dry else torch.cuda.memory_allocated()
-
-
-SECTIONS: list[tuple[str, Section, float]] = [
-    ("kernels", kernels, 90),
-    ("graph", graph, 30),
-    ("decode", decode, 130),
-    ("eviction", eviction, 60),
-    ("prefill", prefill, 30),
-    ("memory", memory, 40),
-    ("transformers", peers, 60),
-]
+START = 15.0  # of a section's seconds: those in which its process starts and ends
 
 
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU")
-    parser.add_argument("--only", nargs="*", help=f"of {', '.join(name for name, *_ in SECTIONS)}")
+    parser.add_argument("--only", nargs="*", default=list(SECTIONS), choices=list(SECTIONS), help="these sections")
+    parser.add_argument("--section", choices=list(SECTIONS), help="this one, here, its figures as they come")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="what --section may take")
     options = parser.parse_args()
     if not options.dry and not torch.cuda.is_available():
         parser.error("no GPU is found; --dry runs on a CPU")
-    setting = DRY if options.dry else WET
+    if options.section:
+        sys.exit(0 if "error" not in here(options.section, options.dry, options.seconds, print_all=True) else 1)
     result: dict[str, Any] = {"bench": "gpu", "dry": options.dry}
     if not options.dry:
-        result |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-    for name, section, budget in SECTIONS:
-        if options.only and name not in options.only:
-            continue
-        start = time.monotonic()
-        try:
-            figures = section(setting, start + budget)
-        except Exception as error:
-            if options.dry:
-                raise
-            # A machine is lent for minutes: what follows must still be measured.
-            figures = {"error": f"{type(error).__name__}: {error}"}
-        result[name] = figures | {"seconds": time.monotonic() - start}
+        properties = torch.cuda.get_device_properties(0)
+        result |= {"gpu": properties.name, "cuda": torch.version.cuda}
+    for name in options.only:
+        seconds = SECTIONS[name][1]
+        started = time.monotonic()
+        if options.dry:
+            figures = here(name, True, float(seconds))
+        else:
+            command = [sys.executable, __file__, "--section", name, "--seconds", str(seconds - START)]
+            figures = apart(name, command, seconds)
+        result[name] = figures | {"seconds": time.monotonic() - started}
         note(json.dumps({name: result[name]}))
+    result["goals"] = goals(result)
     note(tables(result))
     finish(result)
+    if options.dry and any("error" in result[name] for name in options.only):
+        sys.exit(1)
+
+
+def here(name: str, dry: bool, seconds: float, print_all: bool = False) -> dict[str, Any]:
+    """The figures of a section, as far as it came; ``error`` says what stopped it."""
+    figures: dict[str, Any] = {}
+    try:
+        for figures in SECTIONS[name][0](DRY if dry else WET, time.monotonic() + seconds):
+            if print_all:
+                note(json.dumps({name: figures}))
+    except Exception as error:
+        traceback.print_exc()
+        figures = figures | {"error": f"{type(error).__name__}: {error}"}
+        if print_all:
+            note(json.dumps({name: figures}))
+    return figures
+
+
+def apart(name: str, command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """The last figures that a process prints for a section; ``error`` says how it ended, if not well."""
+    problem = None
+    with tempfile.TemporaryFile("w+") as out:
+        try:
+            code = subprocess.run(command, stdout=out, timeout=seconds).returncode
+            problem = f"exit code {code}" if code else None
+        except subprocess.TimeoutExpired:
+            problem = f"stopped after {seconds:g} s"
+        out.seek(0)
+        lines = [line for line in out if line.startswith(f'{{"{name}":') and line.endswith("}\n")]
+    figures: dict[str, Any] = json.loads(lines[-1])[name] if lines else {}
+    return figures if problem is None or "error" in figures else figures | {"error": problem}
+
+
+def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """What should hold, what was measured, and whether it is met: None where nothing was measured, or all was dry."""
+
+    def rows(section: str, key: str = "rows") -> list[dict[str, Any]]:
+        return result.get(section, {}).get(key, [])
+
+    slow = [row["evicted"]["ratio"] for row in rows("decode", "steps") if "14B" in row["model"] and row["lanes"] == 16]
+    shares = [row["share"] for row in rows("eviction") if row["policy"] != "rkv"]
+    plans = [abs(row["ratio"] - 1) for row in rows("memory")]
+    means = result.get("long", {}).get("mean_ms", [])
+    found = [
+        ("decode at 16 lanes of the 14B shape, x floor", max(slow, default=None), 1.25),
+        ("eviction's share but for rkv", max(shares, default=None), 0.03),
+        ("memory's distance from the plan", max(plans, default=None), 0.01),
+        ("the last tenth of 10,000 steps, x the first", means[-1] / means[0] if len(means) == 10 else None, 1.05),
+    ]
+    dry = result["dry"]
+    return [
+        {"goal": what, "most": most, "measured": value, "met": None if dry or value is None else value <= most}
+        for what, value, most in found
+    ]
 
 
 def tables(result: dict[str, Any]) -> str:
@@ -278,10 +125,16 @@ def tables(result: dict[str, Any]) -> str:
             figures = (fresh["ms"], fresh["ratio"], evicted["ms"], evicted["floor_ms"], evicted["ratio"])
             rows.append([row["model"], str(row["lanes"]), str(row["budget"]), *(f"{x:.3g}" for x in figures)])
         parts.append(table(head, rows))
-    if shares := result.get("eviction", {}).get("rows"):
-        head = ["model", "policy", "lanes", "eviction ms", "share of decode"]
-        rows = [[r["model"], r["policy"], str(r["lanes"]), f"{r['ms']:.3g}", f"{r['share']:.2%}"] for r in shares]
-        parts.append(table(head, rows))
+    shares = result.get("eviction", {}).get("rows", [])
+    for own in ([r for r in shares if r["policy"] != "rkv"], [r for r in shares if r["policy"] == "rkv"]):
+        head = ["model", "policy", "lanes", "all at once ms", "step ms", "share of decode"]
+        rows = [
+            [r["model"], r["policy"], str(r["lanes"]), f"{r['ms']:.3g}", f"{r['step_ms']:.3g}", f"{r['share']:.2%}"]
+            for r in own
+        ]
+        parts += [table(head, rows)] * bool(rows)
+    rows = [[r["goal"], str(r["measured"]), str(r["most"]), str(r["met"])] for r in result["goals"]]
+    parts.append(table(["goal", "measured", "at most", "met"], rows))
     return "\n\n".join(parts)
 
 

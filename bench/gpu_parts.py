@@ -73,6 +73,7 @@ class Setting:
     aged: int  # evictions before a ring counts as evicted
     long: int  # steps of the long run
     prompt: int
+    plan_prompt: int  # whose prefill the plan counts
     window: int
 
     def ring(self, budget: int, policy: str = "vase-attnv") -> RingConfig:
@@ -82,11 +83,11 @@ class Setting:
 
 WET = Setting(
     False, torch.device("cuda"), "triton", QWEN3, (torch.bfloat16, torch.float32), (4096, 16384), (1, 16),
-    warm=20, timed=50, aged=20, long=10_000, prompt=32_768, window=64,
+    warm=20, timed=50, aged=20, long=10_000, prompt=32_768, plan_prompt=4096, window=64,
 )  # fmt: skip
 DRY = Setting(
     True, torch.device("cpu"), "torch", TINY, (torch.bfloat16, torch.float32), (24, 40), (1, 2),
-    warm=1, timed=3, aged=2, long=12, prompt=70, window=8,
+    warm=1, timed=3, aged=2, long=12, prompt=70, plan_prompt=30, window=8,
 )  # fmt: skip
 
 
@@ -131,7 +132,8 @@ def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None
         if not ring.evicted.any():
             for tensor in (ring.k, ring.v, ring.queries):
                 tensor.normal_()
-            ring.v_range.copy_(value_range(ring.v))
+            for own, v in zip(ring.v_range, ring.v, strict=True):  # in float32 a whole ring would not fit
+                own.copy_(value_range(v))
         for _ in range(evictions):
             count = int(ring.counts.max())
             new = torch.arange(ring.config.capacity - count, device=ring.k.device, dtype=torch.int32)

@@ -48,7 +48,7 @@ def estimate(
     if "auto" in (ring.budget, lanes):
         ring, lanes = settle(config, ring, lanes, number, place, packed=packed, free=room)
     assert isinstance(lanes, int)
-    planner = Planner(config, number, prompt, packed)
+    planner = Planner(config, number, prompt, packed, captured=place.type == "cuda")
     plan = planner.plan(ring, lanes)
     figures = {
         "model": name,

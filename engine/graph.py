@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,16 +31,24 @@ class Flight:
     landed: torch.cuda.Event | None
 
 
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """The stream that graphs of a device are made on: cuBLAS takes a workspace for every stream that it meets."""
+    return torch.cuda.Stream(device)
+
+
 def capture(step: Step) -> Step:
     """``step`` as a CUDA graph: calling it replays the graph; what it returns are always the same tensors."""
-    stream = torch.cuda.Stream()
+    stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        # Compiles and loads what cannot be while a graph is captured.
         for _ in range(WARM_UP):
             step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # What other threads do with the device meanwhile is their own affair.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         outputs = step()
 
     def replay() -> Outputs:

@@ -31,11 +31,12 @@ from ringkv.errors import RingkvError
 from ringkv.kernels.silu import silu_mul
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
-from ringkv.models.moe import SparseMlp
+from ringkv.models.moe import FEW_ROWS, SparseMlp
 
 META = torch.device("meta")
 PROMPT = 4096  # tokens of the prompt that "auto" leaves room for
 MOST_BUDGET, MOST_LANES = 16384, 16  # what "auto" chooses at most
+HISTOGRAM_BYTES = 3 << 14  # a lane's, of one filter: 2,048 bins of 8 bytes for each of three digits
 SPARE = 0.1  # the share of the free memory that "auto" leaves alone
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -58,6 +59,7 @@ class Plan:
         weights_bytes, ring_bytes, scratch_bytes: what the engine holds as long as it lives, to the byte.
         load_bytes: weights at the worst moment of loading, before there is a ring: more than ``weights_bytes`` where
             they are read in float32 and then packed.
+        step_bytes: what a step captured on a GPU holds beside these; 0 where none is (see ``Planner.step_bytes``).
         prompt_tokens, prefill_bytes: live tensors at the worst moment of reading such a prompt, beside the above; an
             upper bound, since what retention and routing choose is only known from the data.
         token_bytes: keys and values of one token in a cache that keeps all, one lane.
@@ -72,6 +74,7 @@ class Plan:
     load_bytes: int
     ring_bytes: int
     scratch_bytes: int
+    step_bytes: int
     prompt_tokens: int
     prefill_bytes: int
     token_bytes: int
@@ -80,7 +83,8 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         """All of it at the worst moment."""
-        return max(self.load_bytes, self.weights_bytes + self.ring_bytes + self.scratch_bytes + self.prefill_bytes)
+        held = self.weights_bytes + self.ring_bytes + self.scratch_bytes + self.step_bytes
+        return max(self.load_bytes, held + self.prefill_bytes)
 
     def full_cache_bytes(self, tokens: int) -> int:
         """Keys and values of all lanes where nothing is ever evicted."""
@@ -99,10 +103,18 @@ class Planner:
         dtype: of weights, activations and ring.
         packed: the weights of the products are float16 instead (see ``Decoder.pack``).
         prompt: tokens of the prompt whose prefill must fit too.
+        captured: the step is captured, as on a GPU.
     """
 
-    def __init__(self, model: ModelConfig, dtype: torch.dtype, prompt: int = PROMPT, packed: bool = False) -> None:
-        self.model, self.dtype, self.prompt = model, dtype, prompt
+    def __init__(
+        self,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        prompt: int = PROMPT,
+        packed: bool = False,
+        captured: bool = False,
+    ) -> None:
+        self.model, self.dtype, self.prompt, self.captured = model, dtype, prompt, captured
         self.weights_bytes = self.load_bytes = Decoder(model, META, dtype).nbytes
         if packed:
             # The head is packed, and the embedding rounded, before anything of what was read is freed.
@@ -121,6 +133,7 @@ class Planner:
             load_bytes=self.load_bytes,
             ring_bytes=ring.nbytes,
             scratch_bytes=ring.scratch.nbytes,
+            step_bytes=self.step_bytes(lanes),
             prompt_tokens=self.prompt,
             prefill_bytes=self.prefill_bytes(config),
             token_bytes=(ring.k.nbytes + ring.v.nbytes) // (config.capacity * lanes),
@@ -131,9 +144,9 @@ class Planner:
         )
 
     def held_bytes(self, config: RingConfig, lanes: int) -> int:
-        """Ring and scratch."""
+        """Ring, scratch and step."""
         ring = self._ring(config, lanes)
-        return ring.nbytes + ring.scratch.nbytes
+        return ring.nbytes + ring.scratch.nbytes + self.step_bytes(lanes)
 
     def most_lanes(self, config: RingConfig, memory: int, most: int) -> int:
         """How many lanes fit in so many bytes, weights and prefill included; at most ``most``, 0 if not even one."""
@@ -154,16 +167,36 @@ class Planner:
         more = _largest(lambda more: fits(before + more), most - before)
         return before + more if more else 0
 
-    def prefill_bytes(self, config: RingConfig) -> int:
-        """Live tensors at the peak of a prefill, beside weights, ring and scratch.
+    def step_bytes(self, lanes: int) -> int:
+        """What a captured step holds: tables that never move, and in the graph's pool what lives at once at the most.
 
-        Three layers tell: from the second on all are alike, and where sparse and dense ones mix the last is sparse.
+        That is a layer, or three numbers for every token of the vocabulary (logits, penalised logits, probabilities)
+        with two histograms. The blocks that torch's allocator takes for it are larger, by up to 40 MiB in all.
         """
+        if not self.captured or (self.model.moe is not None and lanes > FEW_ROWS):
+            return 0
+        size = self.model.vocab_size
+        tables = Sampler(lanes, size, META, static=True).nbytes + Steering(lanes, None, META).nbytes
+        small = self._small()
+        decoder = Decoder(small, META, self.dtype)
+        with LiveBytes() as live, torch.inference_mode():
+            ids = torch.empty(lanes, dtype=torch.int64, device=META)
+            width = small.heads * small.head_dim
+            decoder.logits(decoder.forward(ids, lambda layer, qkv: qkv.new_empty(len(qkv), width)))
+        drawing = lanes * (3 * size * 4 + 2 * HISTOGRAM_BYTES)
+        return tables + max(live.peak, drawing)
+
+    def _small(self) -> ModelConfig:
+        """A model that tells: from the second layer on all are alike, and the last is sparse where some are dense."""
         layers, moe = min(3, self.model.layers), self.model.moe
         if moe is not None and moe.layers:
             sparse = range(layers) if len(moe.layers) == self.model.layers else (layers - 1,)
             moe = replace(moe, layers=tuple(sparse))
-        small = replace(self.model, layers=layers, moe=moe, nope_layers=self.model.nope_layers and (0,))
+        return replace(self.model, layers=layers, moe=moe, nope_layers=self.model.nope_layers and (0,))
+
+    def prefill_bytes(self, config: RingConfig) -> int:
+        """Live tensors at the peak of a prefill, beside weights, ring and scratch."""
+        small = self._small()
         decoder, ring = Decoder(small, META, self.dtype), Ring(small, config, 1, META, self.dtype)
         ring.retention = _KeepsAll(ring.retention, self.model.layers - 1)
         for layer in decoder.layers:
@@ -205,7 +238,7 @@ def settle(
         RingkvError: with the arithmetic.
     """
     free = free_memory(device) if free is None else free
-    planner = Planner(model, dtype, packed=packed)
+    planner = Planner(model, dtype, packed=packed, captured=device.type == "cuda")
     if loaded:
         planner.weights_bytes = planner.load_bytes = 0
     if "auto" in (ring.budget, lanes):
@@ -224,8 +257,9 @@ def settle(
         raise RingkvError(f"memory: {weights}, and {size(free)} are free on {device}")
     if free is not None and planner.weights_bytes + held > free:
         weights = f"weights {size(planner.weights_bytes)} + " * (not loaded)
+        parts = "ring, scratch and step" if planner.captured else "ring and scratch"
         raise RingkvError(
-            f"memory: {weights}ring and scratch {size(held)} (budget {ring.budget} + window {ring.window}, {lanes} "
+            f"memory: {weights}{parts} {size(held)} (budget {ring.budget} + window {ring.window}, {lanes} "
             f"lane{'s' * (lanes > 1)}) = {size(planner.weights_bytes + held)}, and {size(free)} are free on {device}"
         )
     return ring, lanes

@@ -192,8 +192,10 @@ class Ring:
 
     def _groups(self, due: np.ndarray) -> Iterator[list[tuple[int, int]]]:
         """The pairs marked in bool [L, B], in groups that hold equally many tokens and fit the scratch."""
-        # Order, position, range, priority, noise and sorts: about twenty words a live token at once.
-        size = max(1, SCRATCH_BYTES // (self.kv_heads * self.config.capacity * 160))
+        # Bytes at once of a live token: order, position, range, priority, noise, on the torch path sorts; or attention
+        # of the head group. A larger group is fewer launches.
+        token = max(80 if runs_triton(self.k) else 160, 32 + 8 * self.heads // self.kv_heads)
+        size = max(1, SCRATCH_BYTES // (self.kv_heads * self.config.capacity * token))
         for count in np.unique(self.counts[due]) if due.any() else ():
             pairs = [(int(layer), int(lane)) for layer, lane in np.argwhere(due & (self.counts == count))]
             yield from (pairs[start : start + size] for start in range(0, len(pairs), size))

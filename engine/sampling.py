@@ -129,6 +129,12 @@ class Sampler:
         self._build()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors; where it is static they never change."""
+        tables = self._prompt, self._bias, self._in_prompt, self._in_output, self._ending
+        return sum(table.nbytes for table in (*tables, *self._columns.values()) if table is not None)
+
+    @property
     def logprobs(self) -> int | None:
         """The most likely tokens that any lane wants reported; None if no lane does."""
         wanted = [values["logprobs"] for values in self._lanes if values["logprobs"] is not None]

@@ -28,6 +28,11 @@ class Steering:
             torch.full((lanes,), value, dtype=torch.int64, device=device) for value in (0, IDLE, -1, AFTER)
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(table.nbytes for table in (self.queue, self.length, self.cursor, self.left, self.phase))
+
     def set(self, lane: int, inside: bool, budget: int | None, message: Sequence[int]) -> None:
         """A new request: whether its prompt ends inside a thought, its thought budget, what closes the thought."""
         self.cursor[lane], self.left[lane], self.phase[lane] = IDLE, -1, AFTER

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringkv.kernels.pairs import layers_and_lanes
 from ringkv.kernels.precision import float32_dot
-from ringkv.kernels.scores_triton import keys_at
+from ringkv.kernels.scores_triton import keys_at, tile
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def redundancy(k: Tensor, order: Tensor, pairs: Sequence[tuple[int, int]], scrat
     kv_heads, n, d = order.shape[1], order.shape[2], k.shape[-1]
     last = torch.empty(order.shape, dtype=torch.int32, device=order.device)
     out = torch.empty(order.shape, dtype=torch.float32, device=order.device)
-    block = 64 if k.itemsize == 2 else 32
+    block = tile(k)
     grid = (len(pairs) * kv_heads, triton.cdiv(n, block))
     shape = (kv_heads, d, triton.next_power_of_2(d), block, float32_dot())
     strides = k.stride()[:4]

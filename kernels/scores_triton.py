@@ -14,6 +14,11 @@ from ringkv.kernels.pairs import layers_and_lanes
 from ringkv.kernels.precision import float32_dot
 
 
+def tile(x: Tensor) -> int:
+    """Rows and columns of a block of products: the largest that does not spill up to head dim 128."""
+    return 64 if x.itemsize == 2 else 16
+
+
 @triton.jit
 def keys_at(k, order, at, n, D: tl.constexpr, WIDE: tl.constexpr, stride):
     """The keys [BLOCK, WIDE] of ranks ``at``, read through ``order``."""
@@ -175,9 +180,8 @@ def summed_attention(
         raise MemoryError(f"{w} queries of {len(pairs)} pairs need more than the scratch of {scratch.nbytes} bytes")
     out = torch.empty(len(pairs), ranked // summed, n, dtype=torch.float32, device=order.device)
     position, query_position, since = (order, order, order) if causal is None else (x.contiguous() for x in causal)
-    half = queries.itemsize == 2
-    rows = 1 if w == 1 else max(16, min(triton.next_power_of_2(w), 64 if half else 32))
-    block = 64 if half else 32
+    block = tile(queries)
+    rows = 1 if w == 1 else max(16, min(triton.next_power_of_2(w), block))
     strides = (*queries.stride()[:4], *k.stride()[:4])
     shape = (kv_heads, group, d, triton.next_power_of_2(d), only is not None, most)
     _window_softmax[(len(pairs) * ranked, triton.cdiv(w, rows))](

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from kernel_checks import NoReads
 
 from ringkv import Engine, RingConfig, SamplingParams
+from ringkv.engine import graph
 from ringkv.engine.graph import GraphRunner
 from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Runner
@@ -94,6 +97,47 @@ def test_cancel_and_a_second_call_leave_no_trace(policy):
         assert [without_times(engine.generate(*each)) for each in (second, first)] == wanted[::-1]
 
 
+def test_a_capture_warms_up_and_records_on_one_side_stream(monkeypatch):
+    """With stand-ins for CUDA: what runs when, and on which stream."""
+    log, current = [], ["main"]
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    @contextmanager
+    def on(stream):
+        current.append(stream.name)
+        yield
+        current.pop()
+
+    @contextmanager
+    def recording(made, stream, capture_error_mode):
+        log.append("record")
+        with on(stream):
+            yield
+        log.append("recorded")
+
+    def step():
+        log.append(f"step on {current[-1]}")
+        return torch.zeros(1), None, torch.zeros(1)
+
+    side, main = Stream("side"), Stream("main")
+    monkeypatch.setattr(graph, "_side_stream", lambda device: side)
+    cuda = {"current_device": lambda: 0, "current_stream": lambda: main, "stream": on, "graph": recording}
+    replays = SimpleNamespace(replay=lambda: log.append("replay"))
+    for name, fake in (cuda | {"CUDAGraph": lambda: replays}).items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    replay = graph.capture(step)
+    warm = ["side waits for main", *["step on side"] * 3, "main waits for side"]
+    assert log == [*warm, "record", "step on side", "recorded"]
+    assert replay() is replay()
+    assert log[-2:] == ["replay", "replay"]
+
+
 @pytest.mark.parametrize("policy", ["vase-attnv", "h2o", "full"])
 def test_warming_up_frees_nothing(policy):
     ring = Ring(tiny_config(), RingConfig(40, 8, policy), 2, CPU, torch.float32)
@@ -122,22 +166,6 @@ def test_a_static_sampler_never_moves_its_tensors():
         assert places() == before
 
 
-class NoReads(TorchDispatchMode):
-    """Fails where a shape or a branch of the host would hang on what the device computed."""
-
-    READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "item")
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        indices = [index for arg in args if isinstance(arg, (list, tuple)) for index in arg]
-        by_mask = name.startswith("index") and any(
-            isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices
-        )
-        if name.startswith(self.READS) or by_mask:
-            raise AssertionError(f"the step reads the device: {function}")
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("policy", ["vase-attnv", "vase-dkv", "rkv", "h2o", "tova"])
 def test_a_step_with_evictions_reads_nothing(policy):
     *_, engine = engines(policy, lanes=2)
@@ -160,19 +188,23 @@ def test_a_step_with_evictions_reads_nothing(policy):
         bool(ring.seen[0] > 1)
 
 
+@pytest.mark.parametrize("policy", ["vase-attnv", "vase-dkv", "rkv", "h2o", "tova"])
 @pytest.mark.parametrize("static", [False, True])
-def test_a_step_runs_on_the_meta_device_where_any_read_raises(static):
+def test_a_step_runs_on_the_meta_device_where_any_read_raises(static, policy):
     config = tiny_config("qwen3")
-    ring = Ring(config, RingConfig(40, 8), 2, META, torch.float32)
+    ring = Ring(config, RingConfig(40, 8, policy), 2, META, torch.float32)
     sampler = Sampler(2, 97, META, static=static)
     runner = Runner(Decoder(config, META, torch.float32), ring, sampler, Steering(2, TAGS, META))
     for lane in range(2):
         ring.start(lane, 40)
     ring.counts[:] = 47
-    token, forced, logits = runner.device_step()
-    ring.settle()
+    with NoReads(), torch.inference_mode():
+        token, forced, logits = runner.device_step()
+        ring.settle()
     assert token.shape == forced.shape == (2,)
     assert logits.shape == (2, 97)
     assert (ring.evicted == 1).all()
     with pytest.raises((RuntimeError, NotImplementedError)):
         token.tolist()
+    with pytest.raises(AssertionError, match="waits for the device"), NoReads():
+        torch.zeros(2).to(META)

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ringkv import Engine, RingConfig, RingkvError
 from ringkv.engine import plan
 from ringkv.engine.plan import LiveBytes, Planner, free_memory, parse_size, settle
 from ringkv.engine.policies import POLICIES
+from ringkv.engine.sampling import Sampler
+from ringkv.engine.steering import Steering
 from ringkv.models.config import MoeConfig
 from ringkv.models.decoder import Decoder
 from ringkv.models.linear import can_pack
@@ -116,6 +119,40 @@ def test_the_peak_of_loading_packed_weights(tied):
     packed_head, shapes = 2 * config.vocab_size * config.hidden_size, Decoder(config, CPU, torch.float32).nbytes
     assert planner.load_bytes == pytest.approx(live.peak + packed_head - shapes, rel=1e-3)
     assert planner.load_bytes > 1.9 * planner.weights_bytes - packed_head
+
+
+def tensors_of(thing):
+    """Every tensor that an object holds, in its lists and dicts too."""
+    return [x for x in tree_leaves(list(vars(thing).values())) if isinstance(x, torch.Tensor)]
+
+
+def test_the_tables_of_a_captured_step_are_planned_to_the_byte():
+    for lanes in (1, 5, 16):
+        sampler, steering = Sampler(lanes, 4096, CPU, static=True), Steering(lanes, (1, 2), CPU)
+        assert sampler.nbytes == sum(x.nbytes for x in {id(x): x for x in tensors_of(sampler)}.values())
+        assert steering.nbytes == sum(x.nbytes for x in tensors_of(steering))
+        planned = Planner(model_shaped(), torch.float32, captured=True)
+        pool = lanes * (3 * 4096 * 4 + 2 * 3 * 2048 * 8)
+        assert planned.step_bytes(lanes) == sampler.nbytes + steering.nbytes + pool
+        assert Planner(model_shaped(), torch.float32).step_bytes(lanes) == 0
+
+
+def test_a_captured_step_is_part_of_the_total():
+    config, ring = model_shaped(), RingConfig(48, 8)
+    eager, captured = (Planner(config, torch.float32, 8, captured=each) for each in (False, True))
+    step = captured.step_bytes(2)
+    assert captured.plan(ring, 2).total_bytes == eager.plan(ring, 2).total_bytes + step
+    assert captured.held_bytes(ring, 2) == eager.held_bytes(ring, 2) + step
+    assert captured.most_lanes(ring, captured.plan(ring, 5).total_bytes, 100) == 5
+
+
+def test_a_gpu_is_refused_what_its_step_does_not_fit(monkeypatch):
+    config, ring, gpu = model_shaped(), RingConfig(48, 8), torch.device("cuda")
+    planned = Planner(config, torch.float32, captured=True)
+    held = planned.weights_bytes + planned.held_bytes(ring, 2)
+    settle(config, ring, 2, torch.float32, gpu, free=held)
+    with pytest.raises(RingkvError, match="ring, scratch and step"):
+        settle(config, ring, 2, torch.float32, gpu, free=held - 1)
 
 
 def test_live_bytes_counts_what_lives_and_not_views_or_writes_in_place():

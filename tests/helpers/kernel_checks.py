@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ringkv.kernels.backend import use
 from ringkv.kernels.layer import LayerRing, Places, places
@@ -19,6 +21,11 @@ SHAPES = [
     (slots, group, DIMS[(i + j) % 3], DTYPES[(i + j // 2) % 2])
     for i, slots in enumerate(SLOTS)
     for j, group in enumerate(GROUPS)
+] + [
+    (100, 16, 96, torch.float16),
+    (63, 7, 256, torch.float32),
+    (111, 16, 256, torch.float32),
+    (63, 1, 96, torch.float32),
 ]
 
 
@@ -117,3 +124,24 @@ def torch_rows(ring: LayerRing) -> tuple[Tensor, Tensor, Tensor | None]:
     lanes = None if ring.active.all() else ring.active.nonzero()[:, 0]
     heads, window = ring.queries.shape[1:3]
     return *places(ring.order[None], ring.count[None], ring.seen, heads, window, lanes), lanes
+
+
+class NoReads(TorchDispatchMode):
+    """Fails where a shape or a branch of the host would hang on what the device computed."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "item")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        indices = [index for arg in args if isinstance(arg, (list, tuple)) for index in arg]
+        by_mask = name.startswith("index") and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices
+        )
+        if name.startswith(self.READS) or by_mask:
+            raise AssertionError(f"the step reads the device: {function}")
+        out = function(*args, **(kwargs or {}))
+        # A copy to the device waits for it too, unless it is told not to.
+        devices = {x.device for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)}
+        if len(devices) > 1 and not (kwargs or {}).get("non_blocking") and "copy" in name.replace("to", "copy"):
+            raise AssertionError(f"the step waits for the device: {function}")
+        return out

@@ -45,7 +45,7 @@ POLICIES = ("vase-attnv", "vase-dkv", "rkv", "tova", "h2o")
 Launch = tuple[JITFunction, dict[str, str], dict[str, Any], dict[tuple[int], list[Any]], dict[str, int]]
 
 # Global, since forked workers inherit what cannot be pickled.
-JOBS: list[tuple[str, GPUTarget, Launch]] = []
+JOBS: list[tuple[str, GPUTarget, torch.dtype, Launch]] = []
 
 
 def shape(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, **flags: Any):
@@ -61,15 +61,16 @@ MODELS = {
     "SmolLM2": shape(576, 1536, 9, 3, 64, 49152),
 }
 CUDA, HIP = "cuda", "hip"
+HOPPER = GPUTarget(CUDA, 90, 32)
 TARGETS = [
-    ("Qwen3-8B", GPUTarget(CUDA, 90, 32)),
-    ("Qwen3-8B", GPUTarget(CUDA, 80, 32)),
-    ("Qwen3-8B", GPUTarget(HIP, "gfx942", 64)),
-    *((name, GPUTarget(CUDA, 90, 32)) for name in list(MODELS)[1:]),
+    *((name, HOPPER, torch.bfloat16) for name in MODELS),
+    ("Qwen3-8B", GPUTarget(CUDA, 80, 32), torch.bfloat16),
+    ("Qwen3-8B", GPUTarget(HIP, "gfx942", 64), torch.bfloat16),
+    ("Qwen3-8B", HOPPER, torch.float32),
 ]
 
 
-def record(config: ModelConfig, hip: bool) -> list[Launch]:
+def record(config: ModelConfig, hip: bool, dtype: torch.dtype) -> list[Launch]:
     """What a sampled step over all lanes and an eviction under each policy would launch."""
     launches: dict[str, Launch] = {}
 
@@ -80,8 +81,8 @@ def record(config: ModelConfig, hip: bool) -> list[Launch]:
     JITFunction.run, torch.version.hip = run, "recording" if hip else None
     with use("triton"), torch.inference_mode():
         for policy in POLICIES:
-            ring = Ring(config, RingConfig(policy=policy), LANES, META, torch.bfloat16)
-            model = Decoder(config, META, torch.bfloat16)
+            ring = Ring(config, RingConfig(policy=policy), LANES, META, dtype)
+            model = Decoder(config, META, dtype)
             sampler = Sampler(LANES, config.vocab_size, META, static=True)
             Runner(model, ring, sampler, Steering(LANES, (1, 2), META)).device_step()
             ring.running = list(range(LANES))
@@ -116,11 +117,12 @@ def specialise(
 
 def compiled(job: int) -> dict[str, Any]:
     """The figures of one kernel."""
-    model, target, (function, signature, constants, attributes, options) = JOBS[job]
+    model, target, dtype, (function, signature, constants, attributes, options) = JOBS[job]
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=attributes)
     kernel = triton.compile(source, target=target, options=options)
     name = function.fn.__module__.rpartition(".")[2].removesuffix("_triton") + function.fn.__name__
-    row = {"kernel": name, "model": model, "target": str(target.arch), "shared": kernel.metadata.shared}
+    row = {"kernel": name, "model": model, "target": str(target.arch), "dtype": NAMES[dtype]}
+    row["shared"] = kernel.metadata.shared
     if target.backend == HIP:
         text = kernel.asm["amdgcn"]
         found = {key: re.search(rf"\.{key}:\s+(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count")}
@@ -156,14 +158,13 @@ def accesses(ptx: str) -> dict[str, int]:
 
 
 def main() -> None:
-    recorded = {(name, hip): record(MODELS[name], hip) for name, hip in {(n, t.backend == HIP) for n, t in TARGETS}}
     known = set()
-    for name, target in TARGETS:
-        for launch in recorded[name, target.backend == HIP]:
+    for name, target, dtype in TARGETS:
+        for launch in record(MODELS[name], target.backend == HIP, dtype):
             key = repr((target, launch[0].fn.__name__, *launch[1:]))
             if key not in known:
                 known.add(key)
-                JOBS.append((name, target, launch))
+                JOBS.append((name, target, dtype, launch))
     with multiprocessing.get_context("fork").Pool(2) as pool:
         for row in pool.imap(compiled, range(len(JOBS)), chunksize=4):
             print(json.dumps(row), flush=True)

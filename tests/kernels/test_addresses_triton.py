@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from kernel_checks import assert_as_exact, layer
+from triton.runtime.interpreter import interpreter_builder
 
 from ringkv.kernels.append import append
 from ringkv.kernels.attention import decode_attention
@@ -14,7 +15,8 @@ from ringkv.kernels.backend import use
 from ringkv.kernels.pairs import Pairs
 from ringkv.kernels.rotate import Angles
 from ringkv.kernels.scores import window_attention
-from ringkv.kernels.select import free
+from ringkv.kernels.select import free, lowest
+from ringkv.kernels.select_triton import _lowest
 
 HEADS, D, FAR = 3, 64, 2  # the last head begins at 2/3 of 3 * 2^30, so at 2^31
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -122,6 +124,23 @@ def test_selection_with_tables_beyond():
         assert (position[0, 0, head, freed[0, head]] == -1).all()
         assert (position[0, 0, head, slot[0, head]] == 5).sum() == n - victims
     assert (int(count), int(evictions)) == (n - victims, 1)
+
+
+def test_victims_of_the_last_row(monkeypatch):
+    """A row is a program: the last one runs alone, since the interpreter would walk through all of them."""
+    width, count = 512, 70
+    last = 3 * 2**30 // width - 1
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda *_: vars(interpreter_builder).update(at))
+    at = {"grid_idx": (last, 0, 0)}
+    priority, protected, victim = (
+        lazily((last + 1, width), dtype) for dtype in (torch.float32, torch.bool, torch.bool)
+    )
+    generator = torch.Generator().manual_seed(0)
+    priority[last] = torch.randn(width, generator=generator)
+    protected[last] = torch.rand(width, generator=generator) < 0.4
+    _lowest[(1,)](priority, protected, priority, victim, width, count, False, 128)
+    assert torch.equal(victim[last], lowest(priority[last], protected[last], count))
+    assert victim[last].sum() == count
 
 
 def test_window_scores_with_keys_beyond():

@@ -1,0 +1,259 @@
+"""The sections of ``gpu.py``. Each yields its figures whenever some are new; the last ones are all."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringkv.bench.gpu_parts import SAMPLED, Setting, age, build, kernel_cases, make, transformers_step_ms
+from ringkv.engine.cost import step_bytes
+from ringkv.engine.measure import Clock, copy_bandwidth, peak_bytes, reset_peak, run_steps
+from ringkv.engine.plan import LiveBytes, Planner
+from ringkv.engine.runner import Runner
+from ringkv.kernels.backend import use
+
+POLICIES = ("vase-attnv", "vase-dkv", "snapkv", "rkv")
+
+Figures = dict[str, Any]
+Section = Callable[[Setting, float], Iterator[Figures]]  # gets the time at which it should be done
+
+
+def kernels(setting: Setting, until: float) -> Iterator[Figures]:
+    """(a) Every operation through its kernel and through its twin, on the same input."""
+    config = list(setting.models.values())[-1]
+    rows: Figures = {}
+    for dtype in setting.dtypes:
+        for name, case in kernel_cases(config, setting, dtype):
+            if time.monotonic() > until:
+                yield rows | {"left_out": name}
+                return
+            with use(setting.backend):
+                kernel = case()
+            with use("torch"):
+                twin = case()
+            rows[f"{name} {str(dtype).removeprefix('torch.')}"] = difference(kernel, twin)
+            yield rows
+
+
+def difference(kernel: Tensor, twin: Tensor) -> Figures:
+    """How far apart two results are: in ulp of the row's largest number, or as the share of entries that differ."""
+    if not kernel.is_floating_point():
+        return {"differing": float((kernel != twin).double().mean())}
+    wide, other = kernel.double(), twin.double()
+    info = torch.finfo(kernel.dtype)
+    largest = other.where(other.isfinite(), 0).abs().amax(-1, keepdim=True).clamp(min=info.tiny)
+    apart = torch.where(wide == other, 0, (wide - other).abs() / (largest * info.eps))
+    return {"ulp": float(apart.max())}
+
+
+def graph(setting: Setting, until: float) -> Iterator[Figures]:
+    """(b) The captured step and the eager one: the same tokens, with evictions on the way."""
+    config, budget = next(iter(setting.models.values())), min(setting.budgets)
+    decoder = build(config, setting.device, torch.bfloat16)
+    steps = 2 * setting.window + 10
+    runs = []
+    for captured in (False, True):
+        runner = make(decoder, setting.ring(budget), max(setting.lanes), setting, captured)
+        runs.append(generate(runner, budget + setting.window // 2, steps, setting))
+    evictions = int(runner.ring.evicted.max())
+    yield {"tokens": sum(map(len, runs[0])), "evictions": evictions, "equal": runs[0] == runs[1]}
+
+
+def generate(runner: Runner, prompt: int, steps: int, setting: Setting) -> list[list[int]]:
+    """The tokens of some steps, all lanes."""
+    with use(setting.backend):
+        for lane in range(runner.ring.lanes):
+            runner.ring.reset(lane, seed=lane)
+            runner.sampler.set(lane, SAMPLED)
+            ids = [(7 * lane + 3 * i) % runner.model.config.vocab_size for i in range(prompt)]
+            runner.first(lane, runner.prefill(lane, ids))
+        return run_steps(runner, steps)
+
+
+def decode(setting: Setting, until: float) -> Iterator[Figures]:
+    """(c) Milliseconds a step against the floor, on a fresh ring and on one that was evicted many times.
+
+    The largest model with the most lanes comes first: it has the goal.
+    """
+    figures: Figures = {"bandwidth": copy_bandwidth(setting.device, 1 << (20 if setting.dry else 32))}
+    figures |= {"steps": [], "left_out": []}
+    for name, config in reversed(setting.models.items()):
+        decoder = build(config, setting.device, torch.bfloat16)
+        for lanes in reversed(setting.lanes):
+            for budget in setting.budgets:
+                if time.monotonic() > until:
+                    figures["left_out"].append([name, lanes, budget])
+                    continue
+                runner = make(decoder, setting.ring(budget), lanes, setting)
+                row: Figures = {"model": name, "lanes": lanes, "budget": budget}
+                for state, evictions in (("fresh", 0), ("evicted", setting.aged)):
+                    age(runner, evictions, setting.backend)
+                    slots = runner.ring.config.capacity if evictions else int(runner.ring.counts.max())
+                    read = step_bytes(config, lanes, slots, decoder.dtype.itemsize)
+                    ms, floor = step_times(runner, setting)["median"], 1e3 * read / figures["bandwidth"]
+                    row[state] = {"ms": ms, "bytes": read, "floor_ms": floor, "ratio": ms / floor}
+                figures["steps"].append(row)
+                yield figures
+                del runner
+        del decoder
+    yield figures
+
+
+def step_times(runner: Runner, setting: Setting, steps: int | None = None) -> dict[str, float]:
+    """Milliseconds between steps, warm: the median, which an eviction in between does not move, and the mean."""
+    clock = Clock(setting.device)
+    with use(setting.backend):
+        run_steps(runner, setting.warm)
+        run_steps(runner, steps or setting.timed, clock)
+    times = clock.between()
+    return {"median": statistics.median(times), "mean": statistics.mean(times)}
+
+
+def long(setting: Setting, until: float) -> Iterator[Figures]:
+    """(c) One real run: is a step at its end as fast as after the first eviction?"""
+    config = next(iter(setting.models.values()))
+    runner = make(build(config, setting.device, torch.bfloat16), setting.ring(setting.budgets[0]), 1, setting)
+    age(runner, 1, setting.backend)
+    tenth = setting.long // 10
+    means: list[float] = []
+    while len(means) < 10 and time.monotonic() < until:
+        means.append(step_times(runner, setting, tenth)["mean"])
+        seen, evictions = int(runner.ring.seen[0]), int(runner.ring.evicted.max())
+        yield {"steps": tenth * len(means), "seen": seen, "evictions": evictions, "mean_ms": means}
+
+
+def eviction(setting: Setting, until: float) -> Iterator[Figures]:
+    """(d) What evicting every layer of every lane at once takes, and the share of evictions in a run that has them."""
+    figures: Figures = {"rows": [], "left_out": []}
+    for name, config in list(setting.models.items())[::-2]:
+        decoder = build(config, setting.device, torch.bfloat16)
+        for policy in POLICIES:
+            for lanes in reversed(setting.lanes):
+                if time.monotonic() > until:
+                    figures["left_out"].append([name, policy, lanes])
+                    continue
+                runner = make(decoder, setting.ring(setting.budgets[0], policy), lanes, setting)
+                times = step_times(age(runner, 2, setting.backend), setting, 2 * setting.window)
+                clock = Clock(setting.device)
+                for _ in range(4):
+                    age(runner, 1, setting.backend, clock)
+                row = {"model": name, "policy": policy, "lanes": lanes, "ms": statistics.median(clock.between()[::2])}
+                row |= {"step_ms": times["median"], "share": 1 - times["median"] / times["mean"]}
+                figures["rows"].append(row)
+                yield figures
+                del runner
+        del decoder
+    yield figures
+
+
+def peers(setting: Setting, until: float) -> Iterator[Figures]:
+    """(e) The same shapes in a plain transformers loop over its static cache."""
+    rows: list[Figures] = []
+    for name, config in setting.models.items():
+        for lanes in setting.lanes:
+            if time.monotonic() < until:
+                length = setting.budgets[0] + setting.window
+                rows.append({"model": name, "lanes": lanes} | transformers_step_ms(config, lanes, length, setting))
+                yield {"rows": rows}
+
+
+def memory(setting: Setting, until: float) -> Iterator[Figures]:
+    """(f) Peak memory of reading a prompt and decoding with evictions, against the plan.
+
+    cuBLAS' workspaces are the process's, one a stream, and no part of a plan: they are there before it begins.
+    """
+    rows: list[Figures] = []
+    small = next(iter(setting.models.values()))
+    read_and_step(
+        make(build(small, setting.device, torch.bfloat16), setting.ring(min(setting.budgets)), 1, setting), 8, setting
+    )
+    for name, config in setting.models.items():
+        if time.monotonic() > until:
+            break
+        lanes, ring = max(setting.lanes), setting.ring(setting.budgets[0])
+        plan = Planner(config, torch.bfloat16, setting.plan_prompt, captured=True).plan(ring, lanes)
+        gc.collect()
+        before = allocated(setting)
+        decoder = build(config, setting.device, torch.bfloat16)
+        runner = make(decoder, ring, lanes, setting)
+        age(runner, 2, setting.backend)
+        held = decoder.nbytes + runner.ring.nbytes + runner.ring.scratch.nbytes
+        held += runner.sampler.nbytes + runner.steering.nbytes
+        reset_peak(setting.device)
+        if setting.dry:
+            with LiveBytes() as live:
+                read_and_step(runner, setting.plan_prompt, setting)
+            peak = held + live.peak
+        else:
+            read_and_step(runner, setting.plan_prompt, setting)
+            peak = (peak_bytes(setting.device) or 0) - before + pools()
+        rows.append({"model": name, "plan": plan.total_bytes, "held": held, "peak": peak})
+        rows[-1] |= {"workspaces": before, "ratio": peak / plan.total_bytes}
+        yield {"rows": rows}
+        del runner, decoder
+
+
+def read_and_step(runner: Runner, prompt: int, setting: Setting) -> None:
+    """Read a prompt into the first lane, and step all lanes over their next eviction."""
+    ids = [i % runner.model.config.vocab_size for i in range(prompt)]
+    with use(setting.backend):
+        runner.ring.reset(0, seed=0)
+        runner.first(0, runner.prefill(0, ids))
+        run_steps(runner, setting.window + 1)
+
+
+def prefill(setting: Setting, until: float) -> Iterator[Figures]:
+    """(g) Reading a long prompt: it must not take n x n memory in either type."""
+    config = next(iter(setting.models.values()))
+    rows: list[Figures] = []
+    for dtype in setting.dtypes:
+        if time.monotonic() > until:
+            break
+        decoder = build(config, setting.device, dtype)
+        runner = make(decoder, setting.ring(setting.budgets[0]), 1, setting, captured=False)
+        ids = [i % config.vocab_size for i in range(setting.prompt)]
+        with use(setting.backend):
+            # Compiles what ranks a prompt that is longer than the ring.
+            for part in (ids[: runner.ring.config.capacity + 1], ids):
+                runner.ring.reset(0, seed=0)
+                before, clock = allocated(setting), Clock(setting.device)
+                reset_peak(setting.device)
+                clock.mark()
+                runner.prefill(0, part)
+                clock.mark()
+        (ms,) = clock.between()
+        extra = (peak_bytes(setting.device) or 0) - before
+        named = {"dtype": str(dtype).removeprefix("torch."), "tokens": len(ids)}
+        rows.append(named | {"ms": ms, "extra": extra})
+        yield {"rows": rows}
+        del runner, decoder
+
+
+def allocated(setting: Setting) -> int:
+    """Bytes of live tensors on the GPU."""
+    return 0 if setting.dry else torch.cuda.memory_allocated()
+
+
+def pools() -> int:
+    """Bytes that the pools of graphs hold beside the tensors that live in them."""
+    segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0)]
+    return sum(each["total_size"] - each["allocated_size"] for each in segments)
+
+
+# Seconds that each may take, the start of a process included; together less than eight minutes.
+SECTIONS: dict[str, tuple[Section, int]] = {
+    "kernels": (kernels, 80),
+    "graph": (graph, 35),
+    "decode": (decode, 125),
+    "long": (long, 40),
+    "eviction": (eviction, 60),
+    "memory": (memory, 45),
+    "prefill": (prefill, 35),
+    "transformers": (peers, 55),
+}
