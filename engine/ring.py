@@ -168,7 +168,8 @@ class Ring:
         """
         view, at = self._views[layer], self._places[layer]
         q = append(qkv, norms, eps, angles, view, at)
-        self._asked.append(q)
+        if at is not None:
+            self._asked.append(q)
         return decode_attention(q, view, at)
 
     def end_step(self) -> None:
