@@ -90,6 +90,8 @@ def generate(
             raise RingkvError(f"--trace: it records one sample; accepted is -n 1, not {n}")
     messages: Any = read_text(prompt, prompt_file, "--prompt-file")
     if options.system is not None:
+        if options.raw or not options.system.strip():
+            raise RingkvError.bad("--system", options.system, "none with --raw" if options.raw else "a text with words")
         messages = [{"role": "system", "content": options.system}, {"role": "user", "content": messages}]
     with options.engine(1 if lanes is None else lanes) as engine, interrupt_cancels(engine) as interrupted:
         if n > 1:

@@ -180,13 +180,17 @@ def read_text(text: str | None, file: Path | None, name: str) -> str:
     """
     if (text is None) == (file is None):
         raise RingkvError(f"prompt: give one, as an argument, as - for stdin, or with {name}")
+    what = f"{name} {str(file)!r}" if file is not None else "stdin" if text == "-" else "prompt"
     try:
         if file is not None:
-            return file.read_text(encoding="utf-8")
-        return sys.stdin.buffer.read().decode("utf-8") if text == "-" else text or ""
+            text = file.read_text(encoding="utf-8")
+        elif text == "-":
+            text = sys.stdin.buffer.read().decode("utf-8")
     except (OSError, ValueError) as error:  # a path may hold a null byte
-        what = "stdin" if file is None else f"{name} {str(file)!r}"
         raise RingkvError(f"{what}: cannot be read as UTF-8 text ({error})") from None
+    if not text:
+        raise RingkvError(f"{what}: it is empty; accepted is a text")
+    return text
 
 
 def check_output(name: str, path: Path) -> None:
@@ -279,10 +283,12 @@ def reporting(debug: bool) -> Iterator[None]:
         # Python flushes stdout once more at exit; give it somewhere to write to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
-    except (RingkvError, MemoryError, OSError, RuntimeError) as error:
+    except Exception as error:
         if debug:
             raise
         text = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, (RingkvError, MemoryError, OSError, RuntimeError)):
+            text = f"{type(error).__name__}: {text}; --debug shows where"
         typer.echo(f"ringkv: {text}", err=True)
         raise typer.Exit(2 if isinstance(error, RingkvError) else 1) from None
     finally:

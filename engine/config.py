@@ -12,6 +12,7 @@ from ringkv.engine.retention import Retention, as_retention
 from ringkv.errors import RingkvError
 
 PINS = ("none", "system", "prompt")
+MOST = 2**31 - 1
 ON_REPETITION = ("stop", "close_thought", "ignore")
 
 
@@ -157,7 +158,8 @@ class SamplingParams:
             ("presence_penalty", -1e3, 1e3),
         ):
             _check_number(field, getattr(self, field), low, high)
-        for field, least in (("n", 1), ("min_tokens", 0), ("min_repeat_count", 3), ("min_repeat_span", 1)):
+        check_int("n", self.n, 1, most=1 << 16)
+        for field, least in (("min_tokens", 0), ("min_repeat_count", 3), ("min_repeat_span", 1)):
             check_int(field, getattr(self, field), least)
         for field, least in (("top_k", 0), ("max_tokens", 1), ("logprobs", 0), ("max_thinking_tokens", 0)):
             if getattr(self, field) is not None:
@@ -210,15 +212,17 @@ def _is_int(value: object) -> bool:
 
 
 def check_count(field: str, value: object) -> None:
-    """Refuse what is neither an int >= 1 nor "auto"."""
-    if value != "auto" and not (_is_int(value) and value >= 1):  # type: ignore[operator]
-        raise RingkvError.bad(field, value, "an int >= 1 or 'auto'")
+    """Refuse what is neither an int from 1 on, of 32 bits, nor "auto"."""
+    if value != "auto":
+        check_int(field, value, 1, " or 'auto'")
 
 
-def check_int(field: str, value: object, least: int) -> None:
-    """Refuse what is no int from ``least`` on."""
+def check_int(field: str, value: object, least: int, other: str = "", most: int = MOST) -> None:
+    """Refuse what is no int from ``least`` on, or is beyond ``most``, the last position that a ring can hold."""
     if not _is_int(value) or value < least:  # type: ignore[operator]
-        raise RingkvError.bad(field, value, f"an int >= {least}")
+        raise RingkvError.bad(field, value, f"an int >= {least}{other}")
+    if value > most:  # type: ignore[operator]
+        raise RingkvError.bad(field, value, f"an int <= {most}{other}")
 
 
 def _check_number(field: str, value: object, low: float, high: float) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringkv.engine.completion import Completion, StreamEvent
-from ringkv.engine.config import RingConfig, SamplingParams, check_count
+from ringkv.engine.config import RingConfig, SamplingParams, check_count, check_int
 from ringkv.engine.graph import make_runner
 from ringkv.engine.loading import load
 from ringkv.engine.loop import Loop
@@ -392,7 +392,7 @@ def _one(params: object) -> SamplingParams:
 
 def _check_options(lanes: object, backend: object, seed: object, threads: object) -> None:
     check_count("lanes", lanes)
-    if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
-        raise RingkvError.bad("threads", threads, "an int >= 1")
+    if threads is not None:
+        check_int("threads", threads, 1, most=1024)
     check(backend)
     SamplingParams(seed=seed)  # type: ignore[arg-type]

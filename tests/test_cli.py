@@ -102,6 +102,15 @@ def test_stats_is_the_whole_table(tiny):
         (["--temperature", "warm"], "temperature = 'warm'"),
         (["--temperature", "nan"], "temperature = nan"),
         (["--budget", "9" * 5000], "budget = "),
+        (["--budget", "9" * 30], "999: accepted is an int <= 2147483647 or 'auto'"),
+        (["--max-tokens", "9" * 30], "999: accepted is an int <= 2147483647"),
+        (["--threads", "9" * 20], "threads = 99999999999999999999: accepted is an int <= 1024"),
+        (["--policy", "snapkv:kernel=99999999"], "policy snapkv: kernel = 99999999: accepted is an odd int <= 1024"),
+        (["--policy", "curdkv:rank=99999999"], "policy curdkv: rank = 99999999: accepted is an int <= 1024"),
+        (["--top-k", "9" * 30], "999: accepted is an int <= 2147483647"),
+        (["-n", "65537"], "n = 65537: accepted is an int <= 65536"),
+        (["--system", " "], "--system = ' ': accepted is a text with words"),
+        (["--system", "x", "--raw"], "--system = 'x': accepted is none with --raw"),
         (["--window", "x"], "window = 'x'"),
         (["--sinks", "-1"], "sinks = -1"),
         (["--seed", "1.5"], "seed = 1.5"),
@@ -152,6 +161,15 @@ def test_a_file_of_prompts_wants_sizes_that_a_resumed_run_has_too(tiny, tmp_path
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_what_nobody_expected_is_one_line_too(tiny, monkeypatch):
+    monkeypatch.setattr("ringkv.options.Options.engine", lambda *_: 1 / 0)
+    done = CliRunner().invoke(app, ["generate", "Hi", "-m", str(tiny)])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert done.stderr == "ringkv: ZeroDivisionError: division by zero; --debug shows where\n"
+    with pytest.raises(ZeroDivisionError):
+        CliRunner().invoke(app, ["generate", "Hi", "-m", str(tiny), "--debug"], catch_exceptions=False)
+
+
 def test_debug_shows_the_traceback(tiny):
     assert "Traceback" in run("generate", "Hi", "-m", tiny, "--budget", 0, "--debug")[2]
 
@@ -165,7 +183,9 @@ def test_no_prompt_and_two_prompts_are_refused(tiny):
     assert "prompt: give one" in refused()
     assert "prompt: give one" in refused("Hi", "--prompt-file", "x")
     assert "stdin: cannot be read as UTF-8 text" in refused("-", input=b"\xff\xfe")
-    assert "it is empty" in refused("", "--raw")
+    assert "prompt: it is empty" in refused("", "--raw")
+    assert "prompt: it is empty" in refused("")
+    assert "stdin: it is empty" in refused("-", input="")
 
 
 def test_a_file_of_prompts(tiny, tmp_path):

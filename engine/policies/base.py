@@ -152,11 +152,13 @@ def priorities(policy: Policy, live: Live) -> Tensor:
     return priority
 
 
-def check_int(policy: Policy, field: str, least: int, odd: bool = False) -> None:
-    """Refuse a field that is not an int of at least ``least`` (and odd, where that is asked)."""
-    value = getattr(policy, field)
+def check_int(policy: Policy, field: str, least: int, odd: bool = False, most: int = 1 << 10) -> None:
+    """Refuse a field that is not an int from ``least`` to ``most`` (and odd, where that is asked)."""
+    value, kind = getattr(policy, field), f"an {'odd ' * odd}int"
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (odd and value % 2 == 0):
-        raise RingkvError.bad(f"policy {policy.name}: {field}", value, f"an {'odd ' * odd}int >= {least}")
+        raise RingkvError.bad(f"policy {policy.name}: {field}", value, f"{kind} >= {least}")
+    if value > most:
+        raise RingkvError.bad(f"policy {policy.name}: {field}", value, f"{kind} <= {most}")
 
 
 def check_number(policy: Policy, field: str, low: float, high: float) -> None:

@@ -51,7 +51,7 @@ class VaseAttnV(Policy):
 
     def __post_init__(self) -> None:
         if self.large is not None:
-            check_int(self, "large", 0)
+            check_int(self, "large", 0, most=2**31 - 1)
         check_int(self, "kernel", 1, odd=True)
 
     def priority(self, live: Live) -> Tensor:
