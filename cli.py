@@ -84,6 +84,8 @@ def generate(
             raise RingkvError("--trace: it records one prompt; accepted is no --input with it")
         _run_file(options, params, input, output, retry_errors, 4 if lanes is None else lanes)
         return
+    if retry_errors:
+        raise RingkvError("--retry-errors: it goes with --input")
     if trace is not None:
         check_output("--trace", trace)
         if n > 1:
@@ -291,7 +293,7 @@ def bench(
     each = [
         dataclasses.replace(options, model=model, budget=number(budget), policy=policy)
         for budget in _listed(budgets, ",")
-        for policy in _listed(policies, ";" if ":" in policies else ",")
+        for policy in _listed(policies, ";" if set(policies) & set(":;") else ",")
     ]
     numbers: list[Any] = [number(each) for each in _listed(lanes, ",")]
     wanted = Bench([one.ring() for one in each], numbers, prompt, tokens)

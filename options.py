@@ -249,16 +249,22 @@ class Commands(typer.core.TyperGroup):
         **more: Any,
     ) -> Any:
         """Run one, and exit with its code."""
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:  # it was closed: nothing comes from there, or goes there
+                setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **more)
+        except SystemExit as error:  # completion's; or what rich makes of a reader that left
+            code = 0 if isinstance(error.__context__, BrokenPipeError) else error.code
         except Exception as error:
-            # The classes are typer's own or click's, by typer's version.
-            if not standalone_mode or not hasattr(error, "format_message"):
+            debug = "--debug" in (sys.argv if args is None else args)
+            if isinstance(error, OSError) and not debug:
+                told, code = str(error), 1
+            elif standalone_mode and hasattr(error, "format_message"):  # typer's classes, or click's, by its version
+                told, code = f"{' '.join(error.format_message().split()).rstrip('.')}; -h lists what is accepted", 2
+            else:
                 raise
-            typer.echo(
-                f"ringkv: {' '.join(error.format_message().split()).rstrip('.')}; -h lists what is accepted", err=True
-            )
-            code = 2
+            typer.echo(f"ringkv: {told}", err=True)
         if standalone_mode:
             sys.exit(code or 0)
         return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import statistics
 import sys
@@ -17,6 +18,7 @@ import torch
 from ringkv.engine.config import RingConfig, check_int
 from ringkv.engine.cost import slot_bytes, weight_bytes
 from ringkv.engine.engine import Engine
+from ringkv.engine.plan import settle
 from ringkv.engine.runner import Runner
 from ringkv.errors import RingkvError
 from ringkv.models.config import ModelConfig
@@ -189,13 +191,18 @@ class Bench:
 
         Args:
             bandwidth: bytes a second.
+
+        Raises:
+            RingkvError: one that the memory cannot hold.
         """
-        rows = []
+        model, rows = engine.model, []
+        for ring, lanes in itertools.product(self.rings, self.lanes):
+            settle(model.config, ring, lanes, model.dtype, model.device, loaded=True)
         for ring in self.rings:
             entered = self.prompt if self.prompt < ring.capacity else ring.kept
             slots = min(ring.capacity, entered + self.tokens)
             for lanes in self.lanes:
-                read = step_bytes(engine, lanes, lanes * engine.model.config.layers * slots)
+                read = step_bytes(engine, lanes, lanes * model.config.layers * slots)
                 rows.append(_named(ring, lanes) | {"step_bytes": read} | _floor(read, bandwidth))
         return rows
 

@@ -283,10 +283,11 @@ def free_memory(device: torch.device) -> int | None:
 def parse_size(text: str) -> int:
     """Bytes of "24GiB", "500 MB", "1.5G" (decimal without the i) or a plain number."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
-    if found is None:
+    number, unit, binary = found.groups(default="") if found is not None else ("inf", "", "")
+    count = float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()]
+    if count >= 2**63:
         raise RingkvError.bad("memory", text, "a size such as 24GiB, 500MB or 1.5G")
-    number, unit, binary = found.groups(default="")
-    return int(float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()])
+    return int(count)
 
 
 def size(count: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def test_stats_is_the_whole_table(tiny):
         (["--threads", "9" * 20], "threads = 99999999999999999999: accepted is an int <= 1024"),
         (["--policy", "snapkv:kernel=99999999"], "policy snapkv: kernel = 99999999: accepted is an odd int <= 1024"),
         (["--policy", "curdkv:rank=99999999"], "policy curdkv: rank = 99999999: accepted is an int <= 1024"),
+        (["--retry-errors"], "--retry-errors: it goes with --input"),
         (["--top-k", "9" * 30], "999: accepted is an int <= 2147483647"),
         (["-n", "65537"], "n = 65537: accepted is an int <= 65536"),
         (["--system", " "], "--system = ' ': accepted is a text with words"),
@@ -297,6 +299,30 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny):
     process.stdout.close()
     assert process.wait(timeout=60) == 0
     assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("arguments", ["policies", "--help", "generate -h", "plan {tiny}"])
+def test_a_reader_that_is_gone_already_is_no_error(tiny, arguments):
+    script = shlex.quote(str(Path(sys.executable).with_name("ringkv")))
+    command = f"{script} {arguments.format(tiny=tiny)} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+@pytest.mark.parametrize(
+    "command, code, message",
+    [
+        ("policies >&-", 0, ""),
+        ("generate - -m {tiny} <&-", 2, "ringkv: stdin: it is empty; accepted is a text\n"),
+        ("chat -m {tiny} --quiet <&-", 0, ""),
+        ("policies > /dev/full", 1, "ringkv: [Errno 28] No space left on device\n"),
+        ("--help > /dev/full", 1, "ringkv: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_streams_that_are_closed_or_full(tiny, command, code, message):
+    script = shlex.quote(str(Path(sys.executable).with_name("ringkv")))
+    done = subprocess.run(["bash", "-c", f"{script} {command.format(tiny=tiny)}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, message)
 
 
 COMMANDS = ["generate", "chat", "score", "plan", "trace", "bench", "policies"]

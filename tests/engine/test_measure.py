@@ -17,6 +17,7 @@ from ringkv.models.gguf import smollm2_path
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
 CASES = [("--budgets", "many"), ("--lanes", "1,0"), ("--lanes", "auto"), ("--policies", "x"), ("--tokens", 0)]
+CASES += [("--lanes", "1,99999999"), ("--policies", "tova;x"), ("--prompt", 10**12)]
 CASES += [("--compare", "llama.cpp"), ("--policies", "full"), ("--budgets", "auto"), ("--budgets", ""), ("--prompt", 0)]
 CPU = torch.device("cpu")
 
