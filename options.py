@@ -46,7 +46,7 @@ RING_FIELDS = ("budget", "window", "policy", "retention", "sinks", "pin")
 def option(help: str, panel: str, *names: str, choices: Sequence[str] = (), **more: Any) -> Any:
     """An option of a command that takes a text; its default is said in its help, where there is one to say."""
     if choices:
-        more["autocompletion"] = lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
+        more["autocompletion"] = lambda: [*choices]  # typer leaves out what does not fit
     return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **{"metavar": "TEXT", **more})
 
 

@@ -57,7 +57,7 @@ def test_a_row_for_each_combination_and_json_last(tiny_checkpoint):
     assert "peak" in out
 
 
-@pytest.mark.parametrize("prompt, tokens", [(10, 5), (30, 30), (55, 12), (90, 9)])
+@pytest.mark.parametrize("prompt, tokens", [(10, 5), (30, 30), (55, 12), (90, 9), (90, 3)])
 def test_the_card_is_what_the_last_step_reads(tiny_checkpoint, prompt, tokens):
     rings = [RingConfig(40, 8, policy, "all") for policy in ("h2o", "streaming")]
     wanted = Bench([*rings, RingConfig(200, 8, "full")], [1, 2], prompt, tokens)
