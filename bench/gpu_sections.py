@@ -133,8 +133,8 @@ def eviction(setting: Setting, until: float) -> Iterator[Figures]:
     figures: Figures = {"rows": [], "left_out": []}
     for name, config in list(setting.models.items())[::-2]:
         decoder = build(config, setting.device, torch.bfloat16)
-        for policy in POLICIES:
-            for lanes in reversed(setting.lanes):
+        for lanes in reversed(setting.lanes):
+            for policy in POLICIES:
                 if time.monotonic() > until:
                     figures["left_out"].append([name, policy, lanes])
                     continue
@@ -252,7 +252,7 @@ SECTIONS: dict[str, tuple[Section, int]] = {
     "graph": (graph, 35),
     "decode": (decode, 125),
     "long": (long, 40),
-    "eviction": (eviction, 60),
+    "eviction": (eviction, 65),
     "memory": (memory, 45),
     "prefill": (prefill, 35),
     "transformers": (peers, 55),

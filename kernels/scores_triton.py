@@ -180,7 +180,7 @@ def summed_attention(
         raise MemoryError(f"{w} queries of {len(pairs)} pairs need more than the scratch of {scratch.nbytes} bytes")
     out = torch.empty(len(pairs), ranked // summed, n, dtype=torch.float32, device=order.device)
     position, query_position, since = (order, order, order) if causal is None else (x.contiguous() for x in causal)
-    block = tile(queries)
+    block = 64 if w == 1 else tile(queries)
     rows = 1 if w == 1 else max(16, min(triton.next_power_of_2(w), block))
     strides = (*queries.stride()[:4], *k.stride()[:4])
     shape = (kv_heads, group, d, triton.next_power_of_2(d), only is not None, most)
