@@ -75,8 +75,8 @@ def test_a_dry_run_compares_and_ages_for_real(lines):
     assert whole["graph"]["equal"]
     assert whole["graph"]["evictions"] >= 2
     assert whole["long"]["evictions"] >= 2
-    # The peak is what was alive at once on the torch path, which a plan bounds.
-    assert all(0.99 < row["ratio"] <= 1 for row in whole["memory"]["rows"])
+    # What was alive at once on the torch path, whose steps take other temporaries than those that are planned.
+    assert all(0.99 < row["ratio"] < 1.01 for row in whole["memory"]["rows"])
 
 
 def test_sections_end_within_eight_minutes():
