@@ -16,7 +16,7 @@ from ringkv.bench.common import finish, note
 from ringkv.engine.measure import seconds
 
 SUBJECTS = ("rain", "bread", "the moon", "rivers", "chess", "salt", "bees", "maps")
-QUESTIONS = ("Explain in detail how {} came to matter to people.", "Write a short story about {}.")
+QUESTION = "Explain in detail how {} came to matter to people."
 
 
 def run(engine: Engine, prompts: list[str], params: SamplingParams) -> tuple[float, int, int]:
@@ -29,10 +29,7 @@ def run(engine: Engine, prompts: list[str], params: SamplingParams) -> tuple[flo
 
 def measure(lanes: int, dtype: str = "auto", quick: bool = False) -> dict[str, Any]:
     """Both, on one decoder; the figures."""
-    prompts = [question.format(subject) for question in QUESTIONS for subject in SUBJECTS]
-    new = 128
-    if quick:
-        prompts, new = prompts[: max(lanes, 4)], 96
+    prompts, new = [QUESTION.format(subject) for subject in SUBJECTS], 128 if quick else 256
     ring = RingConfig(budget=96, window=32)
     params = SamplingParams(max_tokens=new, ignore_eos=True, on_repetition="ignore", seed=0)
     with Engine.from_pretrained("smollm2", ring=ring, dtype=dtype) as alone:

@@ -158,7 +158,8 @@ class Runner:
 
         def attention(layer: Layer, qkv: Tensor) -> Tensor:
             norms, eps = layer.qk_norms, model.config.rms_eps
-            out = ring.attend(layer.index, qkv[: ring.lanes], norms, eps, angles[layer.index]).flatten(1)
+            own = qkv[: ring.lanes] if self._padding else qkv
+            out = ring.attend(layer.index, own, norms, eps, angles[layer.index]).flatten(1)
             return F.pad(out, (0, 0, 0, self._padding)) if self._padding else out
 
         ids = token.clamp(min=0)

@@ -32,7 +32,8 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     """Rotary embedding of x [n, heads, D] in the half-split layout."""
     own, other = angles.paired
     halves = x.view(*x.shape[:-1], 2, -1)
-    return (halves * own + halves.flip(-2) * other).view(x.shape).to(x.dtype)
+    out = halves * own  # float32 at least
+    return out.add_(halves.flip(-2).to(out.dtype).mul_(other)).view(x.shape).to(x.dtype)
 
 
 def split_rotate(
