@@ -78,12 +78,12 @@ def products_ms(model: Decoder, rows: int) -> float:
 
 def generate(engine: Engine, tokens: int, marks: Sequence[int]) -> Long:
     """Greedily, one lane; the products are timed when as many tokens as in ``marks`` were seen."""
-    ring, runner, clock = engine.ring, engine._runner, Clock(engine.model.device)
+    ring = engine.ring
     ids = torch.randint(
         0, engine.model.config.vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(0)
     ).tolist()
     run = Long(ids, [], [], {})
-    with engine._exclusive(), engine._limits():
+    with engine.alone() as runner:
         ring.reset(0, seed=0)
         ids += runner.first(0, runner.prefill(0, ids)).tokens
         before = ring.evicted.sum()
@@ -98,20 +98,19 @@ def generate(engine: Engine, tokens: int, marks: Sequence[int]) -> Long:
             run.step_ms += clock.between()
             run.evicted.append(bool(ring.evicted.sum() > before))
             before = ring.evicted.sum()
-        ring.stop(0)
     return run
 
 
 def prefill(engine: Engine, ids: list[int]) -> tuple[float, int, int]:
     """Milliseconds of reading a prompt, the median of three; then of the same, counted once more, the most bytes of
     live tensors beside what was held, and by how much the process grew."""
-    ring, runner, clock = engine.ring, engine._runner, Clock(engine.model.device)
+    clock = Clock(engine.model.device)
 
     def read() -> None:
-        ring.reset(0, seed=0)
+        runner.ring.reset(0, seed=0)
         runner.prefill(0, ids)
 
-    with engine._exclusive(), engine._limits():
+    with engine.alone() as runner:
         reset_peak(engine.model.device)
         held = peak_bytes(engine.model.device) or 0
         for _ in range(3):
@@ -121,7 +120,6 @@ def prefill(engine: Engine, ids: list[int]) -> tuple[float, int, int]:
         grown = (peak_bytes(engine.model.device) or 0) - held
         with LiveBytes() as live:
             read()
-        ring.stop(0)
     return statistics.median(clock.between()), live.peak, grown
 
 

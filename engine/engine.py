@@ -22,7 +22,8 @@ from ringkv.engine.record import check_countable
 from ringkv.engine.report import completion, failure
 from ringkv.engine.request import Generation, Request
 from ringkv.engine.ring import Ring
-from ringkv.engine.runner import Progress
+from ringkv.engine.runner import Progress, Runner
+from ringkv.engine.score import token_scores
 from ringkv.errors import RingkvError
 from ringkv.kernels.backend import check, resolve, use
 from ringkv.models.config import ModelConfig
@@ -217,34 +218,12 @@ class Engine:
         ids = self.prompts.check_ids(ids)
         if len(ids) < 2:
             raise RingkvError.bad("ids", ids, "two tokens or more")
-        with self._exclusive():
+        with self.alone() as runner:
             if not self.ring.policy.evicts and len(ids) - 1 > self.ring.config.capacity:
                 capacity = self.ring.config.capacity
                 raise RingkvError(f"ids: {len(ids) - 1} tokens to read, and policy full holds {capacity}")
-            wanted = list(seeds) if seeds is not None else [self.seed or 0]
-            rows = [self._score(ids, wanted[start : start + self.lanes]) for start in range(0, len(wanted), self.lanes)]
-        scores = torch.cat(rows).cpu()
+            scores = token_scores(runner, ids, seeds if seeds is not None else [self.seed or 0]).cpu()
         return scores if seeds is not None else scores[0]
-
-    def _score(self, ids: list[int], seeds: list[int]) -> Tensor:
-        ring, runner = self.ring, self._runner
-        lanes = range(len(seeds))
-        try:
-            with self._limits():
-                for lane, seed in zip(lanes, seeds, strict=True):
-                    ring.reset(lane, seed)
-                    logits = runner.prefill(lane, ids[:1])
-                logits = logits.expand(len(seeds), -1)
-                scores = []
-                for token in ids[1:]:
-                    scores.append(logits.log_softmax(-1)[:, token])
-                    if len(scores) < len(ids) - 1:
-                        fed = torch.full((ring.lanes,), token, device=self.model.device)
-                        logits = runner.forward(fed)[: len(seeds)]
-            return torch.stack(scores, dim=1)
-        finally:
-            for lane in list(ring.running):
-                ring.stop(lane)
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -349,6 +328,15 @@ class Engine:
 
     def _start(self, request: Request, lane: int) -> Generation:
         return Generation(request, lane, self.prompts.decoder())
+
+    @contextmanager
+    def alone(self) -> Iterator[Runner]:
+        """The runner, for code that steps it itself: no other call runs meanwhile, and no lane afterwards."""
+        with self._exclusive(), self._limits():
+            try:
+                yield self._runner
+            finally:
+                self.ring.stop_all()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -74,8 +74,7 @@ class Loop:
                 if self._launch() or self.flying:
                     yield from self._collect()
         finally:
-            for lane in list(self.ring.running):
-                self.ring.stop(lane)
+            self.ring.stop_all()
             self.ring.recorders.clear()
             self.runner.drain()
 

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,21 +138,16 @@ class Run:
 
 def decode(engine: Engine, prompt: Sequence[int], steps: int) -> Run:
     """Read a prompt into every lane and step them, greedily."""
-    ring, runner, clock = engine.ring, engine._runner, Clock(engine.model.device)
+    clock, first, prefill = Clock(engine.model.device), [], []
 
-    def read(lane: int) -> int:
-        ring.reset(lane, seed=lane)
-        return runner.first(lane, runner.prefill(lane, prompt)).tokens[0]
+    def read(runner: Runner, lane: int) -> None:
+        runner.ring.reset(lane, seed=lane)
+        first.append(runner.first(lane, runner.prefill(lane, prompt)).tokens[0])
 
-    with engine._exclusive(), engine._limits():
-        try:
-            first, prefill = [], []
-            for lane in range(engine.lanes):
-                prefill.append(1e3 * seconds(lambda lane=lane: first.append(read(lane))))  # type: ignore[misc]
-            rows = run_steps(runner, steps, clock)
-        finally:
-            for lane in list(ring.running):
-                ring.stop(lane)
+    with engine.alone() as runner:
+        for lane in range(engine.lanes):
+            prefill.append(1e3 * seconds(partial(read, runner, lane)))
+        rows = run_steps(runner, steps, clock)
     tokens = [[token, *(row[lane] for row in rows)] for lane, token in enumerate(first)]
     return Run(prefill, clock.between(), tokens)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ringkv.engine.config import RingConfig
+from ringkv.engine.integrity import check_integrity
 from ringkv.engine.live import Live
 from ringkv.engine.policies import as_policy, priorities
 from ringkv.engine.record import Recorder, take_down
@@ -128,6 +129,11 @@ class Ring:
     def stop(self, lane: int) -> None:
         """Keep a lane out of the steps; nothing of it is written any more."""
         self._run(lane, False)
+
+    def stop_all(self) -> None:
+        """Keep every lane out of the steps."""
+        for lane in self.running:
+            self.stop(lane)
 
     def _run(self, lane: int, runs: bool) -> None:
         self.active[lane] = runs
@@ -359,35 +365,6 @@ class Ring:
             mirror[:, target] = mirror[:, source]
         self._run(target, True)
 
-    # -- the invariants --------------------------------------------------------------------------------------------
-
     def check_integrity(self) -> None:
-        """Assert what must hold after every step, reading the device.
-
-        Raises:
-            AssertionError: naming the invariant, the layer and the lane.
-        """
-        config = self.config
-        slots = torch.arange(config.capacity, dtype=torch.int32, device=self.order.device)
-        assert torch.equal(self.order.sort(-1).values, slots.expand_as(self.order)), (
-            "order is not a permutation of the slots"
-        )
-        assert (self.count.cpu().numpy() == self.counts).all(), "the host's counts differ from the device's"
-        assert (self.evictions.cpu().numpy() == self.evicted).all(), "the host's evictions differ from the device's"
-        position = self.position.gather(3, self.order.long())
-        for layer in range(self.layers):
-            for lane in range(self.lanes):
-                where, count, seen = f"layer {layer}, lane {lane}", int(self.counts[layer, lane]), int(self.seen[lane])
-                assert count <= config.capacity, f"{where}: {count} live tokens, capacity {config.capacity}"
-                live, free = position[layer, lane, :, :count], position[layer, lane, :, count:]
-                assert (free == -1).all(), f"{where}: a free slot is marked live"
-                assert (live >= 0).all(), f"{where}: a live slot is marked free"
-                assert (live.diff(dim=-1) > 0).all(), f"{where}: live positions do not ascend"
-                if not count:
-                    continue
-                assert (live < seen).all(), f"{where}: a live position lies in the future"
-                head = min(max(config.sinks, int(self.pin[lane])), seen)
-                assert (live[:, :head] == slots[:head]).all(), f"{where}: a sink or pinned token is gone"
-                recent = min(config.window, seen)
-                wanted = torch.arange(seen - recent, seen, device=live.device)
-                assert (live[:, count - recent :] == wanted).all(), f"{where}: a window token is gone"
+        """Assert what must hold after every step, reading the device; see ``integrity.check_integrity``."""
+        check_integrity(self)
