@@ -194,14 +194,17 @@ def beside(path: Path, ending: str) -> Path:
     return path.with_name(f"{path.name}.ringkv{ending}")
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, field: str = "output") -> None:
     """Write a file so that at every moment it is either the old or the new one.
+
+    Args:
+        field: what errors call the file.
 
     Raises:
         RingkvError: it cannot be written.
     """
     new = path.with_name(path.name + ".tmp")
-    with refusing(path):
+    with refusing(path, field):
         fd = os.open(new, _FLAGS | os.O_TRUNC, 0o666)
         try:
             _write_all(fd, data)
@@ -218,7 +221,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def refusing(path: Path) -> Generator[None, None, None]:
+def refusing(path: Path, field: str = "output") -> Generator[None, None, None]:
     """Turns an OSError into a RingkvError that names the file."""
     try:
         yield
@@ -226,7 +229,7 @@ def refusing(path: Path) -> Generator[None, None, None]:
         reason = error.strerror or str(error)
         if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
             reason = f"there is no folder {str(path.parent)!r}"
-        raise RingkvError(f"output = {str(path)!r}: {reason}") from error
+        raise RingkvError(f"{field} = {str(path)!r}: {reason}") from error
 
 
 def _write_all(fd: int, data: bytes) -> int:

@@ -118,10 +118,7 @@ class Trace:
         arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in _ARRAYS}
         about = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in _ABOUT}
         metadata = {"format": FORMAT, "version": VERSION, "about": json.dumps(about)}
-        try:
-            write_whole(Path(path), save(arrays, metadata))
-        except RingkvError as error:
-            raise RingkvError(f"trace: {str(error).removeprefix('output = ')}") from None
+        write_whole(Path(path), save(arrays, metadata), "trace")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:

@@ -49,10 +49,7 @@ class Transcript:
         """
         params = {name: value for name, value in dataclasses.asdict(self.params).items() if value != PARAMS[name]}
         record = {FORMAT: 1, "model": self.model, "messages": self.messages, "params": params}
-        try:
-            write_whole(_path("save", path), json.dumps(record, indent=1).encode() + b"\n")
-        except RingkvError as error:
-            raise RingkvError(f"save: {str(error).removeprefix('output = ')}") from None
+        write_whole(_path("save", path), json.dumps(record, indent=1).encode() + b"\n", "save")
 
     @classmethod
     def read(cls, path: str | Path) -> Transcript:

@@ -259,7 +259,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
         "/save": "save = ''|save: save",
         "/load": "^load = '': accepted is the name of a file$",
         "/load ~nobody-of-this-name/x": "^load: '~nobody-of-this-name/x': Could not",
-        f"/save {tmp_path}/none/x": "save: .*no folder",
+        f"/save {tmp_path}/none/x": "save = .*no folder",
         f"/load {tmp_path}/x": "No such file",
         f"/load {tmp_path}": "load: ",
         f"/load {tmp_path}/bad": "not JSON in UTF-8",

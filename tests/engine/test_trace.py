@@ -213,7 +213,7 @@ def test_a_file_says_the_same(whole, tmp_path):
     back = Trace.load(tmp_path / "a.trace")
     for field in dataclasses.fields(Trace):
         assert np.array_equal(getattr(back, field.name), getattr(whole, field.name)), field.name
-    with pytest.raises(RingkvError, match=r"^trace: '.*': there is no folder"):
+    with pytest.raises(RingkvError, match=r"^trace = '.*': there is no folder"):
         whole.save(tmp_path / "no" / "a.trace")
     with pytest.raises(RingkvError, match=r"^seen = 119: accepted is 120 to 179$"):
         back.live(119)
