@@ -13,6 +13,7 @@ import typer
 
 from ringkv.errors import RingkvError
 from ringkv.options import (
+    CHOICES,
     MACHINE,
     MEASURED,
     OUTPUT,
@@ -278,7 +279,7 @@ def bench(
     prompt: Annotated[Any, numeric("Tokens of the prompt (128).", MEASURED)] = 128,
     compare: Annotated[
         str | None,
-        option("transformers: the same tokens through it too.", MEASURED, metavar="PEER", choices=("transformers",)),
+        option("transformers: the same tokens through it too.", MEASURED, metavar="PEER", choices=CHOICES["compare"]),
     ] = None,
 ) -> None:
     """Measure speed beside the least time that memory allows; the last line is JSON."""
@@ -295,7 +296,7 @@ def bench(
         for budget in _listed(budgets, ",")
         for policy in _listed(policies, ";" if set(policies) & set(":;") else ",")
     ]
-    numbers: list[Any] = [number(each) for each in _listed(lanes, ",")]
+    numbers: list[Any] = [number(count) for count in _listed(lanes, ",")]
     wanted = Bench([one.ring() for one in each], numbers, prompt, tokens)
     rows, runs, peers = [], {}, []
     with each[0].engine(1) as engine:

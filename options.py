@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 SAMPLING_FIELDS: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "thinking")
 SAMPLING_FIELDS += ("max_thinking_tokens", "on_repetition")
+# The headings of --help.
 RING, SAMPLING, MACHINE, OUTPUT = "Ring", "Sampling", "Model and machine", "Output"
 MEASURED = "What is measured"
-
 
 # What completion offers: constants here, since the engine's own lists take a second to import.
 POLICY_NAMES: tuple[str, ...] = ("full", "streaming", "random", "tova", "h2o", "snapkv", "rkv", "curdkv", "value-range")
@@ -38,6 +38,7 @@ CHOICES = {
     "dtype": ("auto", "float16", "bfloat16", "float32", "float64"),
     "backend": ("auto", "torch", "triton"),
     "on_repetition": ("stop", "close_thought", "ignore"),
+    "compare": ("transformers",),
 }
 WHERE = ("model", "revision", "device", "dtype")
 RING_FIELDS = ("budget", "window", "policy", "retention", "sinks", "pin")
@@ -77,7 +78,7 @@ def number(given: str | float, kinds: Sequence[type[float]] = (int, float)) -> f
 
 @dataclass(frozen=True)
 class Options:
-    """What generate and chat share; None leaves the choice to the checkpoint or the engine's default."""
+    """All that a command may take of these; None leaves the choice to the checkpoint or the engine's default."""
 
     model: Annotated[
         str, option("A folder, a .gguf file, a hub id, or smollm2.", MACHINE, "-m", "--model", metavar="MODEL")

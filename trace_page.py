@@ -91,7 +91,7 @@ def _first_shown(trace: Trace) -> int:
 
 
 def _layer_step(trace: Trace, first: int) -> int:
-    """Every how manieth layer fits."""
+    """The least n such that every n-th layer fits."""
     layers, heads, seen = trace.taken.shape
     a_layer = 4 * (heads * (seen - first) + trace.evicted_at.shape[1])
     return -(-layers // max(1, PAIR_BYTES // a_layer))

@@ -225,6 +225,15 @@ class Engine:
             scores = token_scores(runner, ids, seeds if seeds is not None else [self.seed or 0]).cpu()
         return scores if seeds is not None else scores[0]
 
+    @contextmanager
+    def alone(self) -> Iterator[Runner]:
+        """The runner, for code that steps it itself: no other call runs meanwhile, and no lane afterwards."""
+        with self._exclusive(), self._limits():
+            try:
+                yield self._runner
+            finally:
+                self.ring.stop_all()
+
     # -- life ------------------------------------------------------------------------------------------------------
 
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -328,15 +337,6 @@ class Engine:
 
     def _start(self, request: Request, lane: int) -> Generation:
         return Generation(request, lane, self.prompts.decoder())
-
-    @contextmanager
-    def alone(self) -> Iterator[Runner]:
-        """The runner, for code that steps it itself: no other call runs meanwhile, and no lane afterwards."""
-        with self._exclusive(), self._limits():
-            try:
-                yield self._runner
-            finally:
-                self.ring.stop_all()
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from ringkv import RingConfig
 from ringkv.cli import app
 from ringkv.engine.config import ON_REPETITION, PINS
 from ringkv.engine.loading import DTYPES
+from ringkv.engine.peer import PEERS
 from ringkv.engine.policies import POLICIES
 from ringkv.kernels import backend
 from ringkv.options import CHOICES, POLICY_NAMES
@@ -418,6 +419,7 @@ def test_completion_offers_what_is_accepted():
     assert CHOICES["pin"] == PINS
     assert CHOICES["on_repetition"] == ON_REPETITION
     assert CHOICES["dtype"] == ("auto", *DTYPES)
+    assert CHOICES["compare"] == PEERS
     for name in CHOICES["backend"]:
         backend.check(name)
 
