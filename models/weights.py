@@ -109,7 +109,7 @@ def open_config(model: str | os.PathLike[str], *, revision: str | None = None) -
         return _fetch_config(os.fspath(model), revision)
     if kind == "folder":
         config = read_json(Path(model).expanduser() / "config.json")
-        if config.get("dtype") or config.get("torch_dtype"):
+        if config.get("dtype") or config.get("torch_dtype"):  # else only the weights say
             return os.fspath(model), config
     found = _alias(lambda hub_id: _fetch_config(hub_id, None)) if kind == "alias" else open_checkpoint(model)
     return found if isinstance(found, tuple) else (found.name, found.config)
