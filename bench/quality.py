@@ -82,9 +82,6 @@ def select(live: Live, rows: list[int]) -> Live:
     )
 
 
-# -- likelihood of a text ----------------------------------------------------------------------------------------------
-
-
 def likelihood(model: str, tokens: int | None, shares: list[int], seeds: int) -> dict[str, Any]:
     """NLL a token of the text, by policy and budget (1/share of the length); stochastic ones: mean and spread."""
     with Engine.from_pretrained(model, dtype=DTYPE, ring=RingConfig(2048, WINDOW, "full")) as engine:
@@ -154,9 +151,6 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-# -- loops in generation -----------------------------------------------------------------------------------------------
-
-
 def generation(model: str, tokens: int, budget: int) -> dict[str, Any]:
     """Share of runs that end in a loop, and distinct 3-grams, when large, random or small value ranges leave first."""
     prompts = json.loads((HERE / "quality_prompts.json").read_text())["generation"]
@@ -204,9 +198,6 @@ def distinct(ids: list[int]) -> float:
     """Different 3-grams among all."""
     grams = list(zip(ids, ids[1:], ids[2:], strict=False))
     return len(set(grams)) / len(grams)
-
-
-# -- what ReFreeKV keeps -----------------------------------------------------------------------------------------------
 
 
 def retention(model: str, thresholds: tuple[float, ...]) -> dict[str, Any]:

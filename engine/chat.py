@@ -110,8 +110,6 @@ class ChatSession:
         """Whether the last answer was cut off by a limit or an interrupt."""
         return self._answer is not None and self._answer.unfinished
 
-    # -- answers ---------------------------------------------------------------------------------------------------
-
     def send(self, text: str, on_prefill: Progress | None = None) -> Iterator[StreamEvent]:
         """Ask. The history grows when the answer ends; closing the iterator stops it and keeps what came.
 
@@ -204,8 +202,6 @@ class ChatSession:
                     event, first = dataclasses.replace(event, text=space + event.text), False
                 yield event
 
-    # -- options ---------------------------------------------------------------------------------------------------
-
     def reset(self) -> None:
         """Forget the conversation; system message and options stay."""
         self.turns = []
@@ -262,8 +258,6 @@ class ChatSession:
             raise RingkvError(f"load: {str(path)!r}: {error}") from None
         self.reset()
         self.system, self.turns, self.params = saved.system, saved.turns, params
-
-    # -- checks ----------------------------------------------------------------------------------------------------
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
         """The params, if this model and ring can answer with them."""

@@ -132,8 +132,6 @@ class Engine:
             name=checkpoint.name,
         )
 
-    # -- generation ------------------------------------------------------------------------------------------------
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -234,8 +232,6 @@ class Engine:
             finally:
                 self.ring.stop_all()
 
-    # -- life ------------------------------------------------------------------------------------------------------
-
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Replace every weight in place, for training loops; names as in the checkpoint.
 
@@ -271,8 +267,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # -- the loop --------------------------------------------------------------------------------------------------
 
     def _prepare(
         self, prompt: Any, params: object, index: int, raw: bool, trace: bool, begun: Sequence[int] = ()

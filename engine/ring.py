@@ -106,8 +106,6 @@ class Ring:
         """Bytes of keys, values, tables and policy state, all lanes; scratch apart. Never changes."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
-    # -- a lane's life ---------------------------------------------------------------------------------------------
-
     def reset(self, lane: int, seed: int, sample: int = 0, pin: int = 0) -> None:
         """Empty a lane for a new request with this noise key, sample index and pinned span."""
         self.stop(lane)
@@ -138,8 +136,6 @@ class Ring:
     def _run(self, lane: int, runs: bool) -> None:
         self.active[lane] = runs
         self.running = sorted({*self.running, lane} if runs else {*self.running} - {lane})
-
-    # -- one token a lane ------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """On the torch path, find the slots that this step writes and mark them, for all layers at once."""
@@ -267,8 +263,6 @@ class Ring:
             self._evict([(0, 0)])
             for mirror, value in zip(mirrors, before, strict=True):
                 mirror[:] = value
-
-    # -- a prompt --------------------------------------------------------------------------------------------------
 
     def admit(self, layer: int, lane: int, q: Tensor, k: Tensor, v: Tensor, kept: Tensor | None) -> None:
         """Write what is retained of a prompt's layer into a fresh lane, in position order, slots 0 .. c-1.

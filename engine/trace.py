@@ -107,8 +107,6 @@ class Trace:
                 return end - length, end
         return None
 
-    # -- the file --------------------------------------------------------------------------------------------------
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file: the arrays, and everything else as JSON in its metadata.
 

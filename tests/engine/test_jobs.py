@@ -120,9 +120,6 @@ def tokens_without_errors(output: Path) -> dict[tuple[str, int], list[int]]:
     }
 
 
-# -- rows ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_result_is_the_carried_fields_the_id_and_a_completion(tmp_path):
     # J3: fields that look like results are carried.
     source = write_rows(
@@ -205,8 +202,6 @@ def test_refuses_an_input_that_is_not_there(tmp_path):
         Job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", PARAMS, SETTINGS)
 
 
-# -- rows that fail -----------------------------------------------------------------------------------------------
-
 BAD_ROWS = (
     {"prompt": "a"},
     {"prompt": "bad", "params": {"n": 2}, "note": 1},
@@ -281,8 +276,6 @@ def test_a_sample_without_a_result_is_an_error_and_a_cancelled_one_is_missing(tm
     assert status.failed == 1
     assert [line["ringkv"]["error"]["type"] for line in lines(tmp_path / "out.jsonl")] == ["NoResult"]
 
-
-# -- resuming -----------------------------------------------------------------------------------------------------
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"p{at}", "id": f"row {at}", "params": {"n": 1 + at % 3}} for at in range(6)]
 
@@ -469,9 +462,6 @@ def test_an_empty_output_is_a_fresh_run(tmp_path):
     output.write_bytes(b"")
     run(source, output, PARAMS.replace(seed=4), {"other": "settings"})
     assert len(tokens(output)) == 12
-
-
-# -- the output ---------------------------------------------------------------------------------------------------
 
 
 def test_one_run_at_a_time(tmp_path, monkeypatch):
@@ -664,8 +654,6 @@ def test_an_engine_that_breaks_leaves_whole_lines(tmp_path):
     assert run(source, output).done == 12
 
 
-# -- stdin and stdout ---------------------------------------------------------------------------------------------
-
 PIPED = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -688,9 +676,6 @@ def test_stdin_and_stdout(tmp_path, output):
         (tmp_path / "out.jsonl").write_bytes(done.stdout)
         assert not (tmp_path / "-").exists()
     assert tokens(tmp_path / "out.jsonl") == tokens(tmp_path / "whole.jsonl")
-
-
-# -- signals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -750,9 +735,6 @@ def test_an_ignored_signal_stays_ignored(tmp_path):
     finally:
         signal.signal(signal.SIGINT, before)
     assert (status.interrupted, status.done) == (False, 12)
-
-
-# -- kill -9 ------------------------------------------------------------------------------------------------------
 
 
 def save_tokenizer(tmp_path: Path, size: int) -> None:

@@ -126,8 +126,6 @@ def test_hashes_that_lie_raise_no_false_alarm(tokens, span):
         assert len(whole) >= span
 
 
-# -- L2: texts that repeat something and are no loops -------------------------------------------------------------
-
 TABLE = "| n | square | cube |\n|---|---|---|\n" + "".join(f"| {n} | {n**2} | {n**3} |\n" for n in range(1, 41))
 MATRIX = "\n".join(" ".join(str(int((i * j) % 7 == 1)) for j in range(24)) for i in range(24))
 LIST = "".join(f"{n}. Check that item {n} of the list is in its place, and go on.\n" for n in range(1, 81))
@@ -161,8 +159,6 @@ def test_a_real_loop_of_text_is_one(smollm2):
     assert [(loop.period, loop.count) for _, loop in loops] == [(len(unit), -(-512 // len(unit)))]
     assert sorted(loops[0][1].unit) == sorted(unit)
 
-
-# -- L3: cost -----------------------------------------------------------------------------------------------------
 
 N = 100_000
 

@@ -139,8 +139,6 @@ def test_other_tags(open, close):
     assert stream(list(f"{open} a <think> {close}\n b"), False, tags) == ("a <think>", " b", False)
 
 
-# -- tags that are single tokens ----------------------------------------------------------------------------------
-
 Token = tuple[int, str]  # id, text
 TOKENS = st.lists(
     st.one_of(
@@ -205,9 +203,6 @@ def test_half_a_tag_token_is_not_shown():
     assert splitter.inside
 
 
-# -- counts where tags are several tokens -------------------------------------------------------------------------
-
-
 def kinds_by_character(text: str, inside: bool) -> list[str]:
     """The kind of every character of a whole text."""
     before, opened, rest = ("", "", text) if inside else text.partition(TAGS.open)
@@ -253,8 +248,6 @@ def test_tags_of_which_one_is_a_token_are_texts():
     assert ThoughtTags(close_id=2).ids is None
     assert ThoughtTags(open_id=0, close_id=2).ids == (0, 2)
 
-
-# -- tags, prompts, history ---------------------------------------------------------------------------------------
 
 CONTROL = {"<think>": 1, "</think>": 2, "[THINK]": 3, "[/THINK]": 4, "<|im_end|>": 5}
 

@@ -165,9 +165,6 @@ def test_the_dtype_comes_from_the_tensors_where_the_configuration_is_silent(fold
     assert ModelConfig.from_hf(open_checkpoint(path).config).dtype == "bfloat16"
 
 
-# -- heads
-
-
 def test_tied_with_an_equal_head(folder: Callable[..., Path], our_logits: Any, their_logits: Any) -> None:
     path = folder("llama", tie_word_embeddings=True)
     edit_tensors(
@@ -188,9 +185,6 @@ def test_untied_without_a_head_is_refused(folder: Callable[..., Path]) -> None:
     edit_json(path / "config.json", tie_word_embeddings=False)
     with pytest.raises(RingkvError, match=r"missing: lm_head\.weight$"):
         load(path)
-
-
-# -- what does not fit
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_listed(folder: Callable[..., Path]) -> None:
@@ -235,9 +229,6 @@ def test_a_configuration_far_too_large_takes_no_memory(folder: Callable[..., Pat
     edit_json(path / "config.json", num_local_experts=6, vocab_size=1 << 24, hidden_size=1 << 20)
     with pytest.raises(RingkvError, match="wrong shape"):
         load(path)
-
-
-# -- folders
 
 
 @pytest.mark.parametrize("stored", [torch.int64, torch.int8, torch.float8_e4m3fn, torch.complex64])
@@ -351,9 +342,6 @@ def test_bytes_that_are_no_text_are_refused(folder: Callable[..., Path]) -> None
         open_checkpoint(path)
 
 
-# -- FP8
-
-
 def to_fp8(path: Path, block: tuple[int, int]) -> dict[str, Tensor]:
     """Quantise the projections of a checkpoint in place, block-wise; return the dequantised tensors."""
     tensors, dense = load_file(path / "model.safetensors"), {}
@@ -421,9 +409,6 @@ def test_fp8_that_is_incomplete_is_refused(folder: Callable[..., Path]) -> None:
         open_checkpoint(path)
 
 
-# -- in memory
-
-
 def test_weights_from_memory_and_in_place(tiny_checkpoint: Callable[..., Path], our_logits: Any) -> None:
     first, second = (open_checkpoint(tiny_checkpoint("qwen2", seed=seed)) for seed in (0, 1))
     decoder, other = (load_decoder(one, CPU, torch.float32) for one in (first, second))
@@ -459,8 +444,6 @@ def test_a_state_dict_of_something_else_is_refused(bad: Any) -> None:
     with pytest.raises(RingkvError, match=r"x is .*: accepted is a tensor of floats"):
         StateDictCheckpoint({"x": bad}, {})
 
-
-# -- memory
 
 # VmHWM and not ru_maxrss: the latter begins with what the parent held when it forked.
 PEAK = """
@@ -498,9 +481,6 @@ def test_a_folder_loads_in_little_more_than_its_size(tmp_path: Path) -> None:
     shapes = Decoder(ModelConfig.from_hf(config), torch.device("meta"), torch.float32).destinations()
     save_file({name: torch.zeros(view.shape) for name, view in shapes.items()}, tmp_path / "model.safetensors")
     assert 1.0 <= peak_of_a_load(str(tmp_path), tmp_path) < 1.3
-
-
-# -- finding one
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
