@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_checks import NoReads
 
+from kernel_checks import NoReads
 from ringkv import Engine, RingConfig, SamplingParams
 from ringkv.engine import graph
 from ringkv.engine.graph import GraphRunner

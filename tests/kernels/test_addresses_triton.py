@@ -6,9 +6,9 @@ import mmap
 from dataclasses import replace
 
 import torch
-from kernel_checks import assert_as_exact, layer
 from triton.runtime.interpreter import interpreter_builder
 
+from kernel_checks import assert_as_exact, layer
 from ringkv.kernels.append import append
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.backend import use

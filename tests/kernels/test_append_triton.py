@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_checks import SHAPES, assert_as_exact, clone, layer, torch_places, torch_rows, widened
 
+from kernel_checks import SHAPES, assert_as_exact, clone, layer, torch_places, torch_rows, widened
 from ringkv.kernels.append import append, record
 from ringkv.kernels.backend import use
 from ringkv.kernels.rotate import Angles

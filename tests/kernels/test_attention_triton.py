@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_checks import SHAPES, assert_as_exact, layer, poisoned, three_ways, torch_places
 
+from kernel_checks import SHAPES, assert_as_exact, layer, poisoned, three_ways, torch_places
 from ringkv.kernels import attention_triton
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.backend import use

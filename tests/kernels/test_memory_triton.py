@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_checks import NoReads
 from triton.runtime.interpreter import InterpretedFunction
 
+from kernel_checks import NoReads
 from ringkv.engine.config import RingConfig
 from ringkv.engine.plan import LiveBytes, Planner
 from ringkv.engine.policies import POLICIES

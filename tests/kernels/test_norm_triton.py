@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_checks import assert_as_exact, three_ways
 
+from kernel_checks import assert_as_exact, three_ways
 from ringkv.kernels.backend import use
 from ringkv.kernels.norm import add_rms_norm
 from ringkv.kernels.silu import silu_mul

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernel_checks import SHAPES, assert_as_exact, layer, poisoned
 
+from kernel_checks import SHAPES, assert_as_exact, layer, poisoned
 from ringkv.kernels.backend import use
 from ringkv.kernels.leverage import leverage
 from ringkv.kernels.observe import received_attention
