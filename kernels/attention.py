@@ -27,7 +27,8 @@ def decode_attention(q: Tensor, ring: LayerRing, at: Places | None) -> Tensor:
         [B, Hq, D]; zeros for an idle lane.
     """
     assert at is not None
-    if q.dtype not in (torch.float32, torch.float64):
+    # Of one KV head a lane alone would be a batch of one, whose last bits differ from those in a larger batch.
+    if q.dtype not in (torch.float32, torch.float64) or ring.k.shape[1] == 1:
         return _fused(q, ring, at.spans)
     outs, start = [], 0
     for span, same in groupby(at.spans):

@@ -11,9 +11,8 @@ from ringkv.kernels.backend import dispatched
 
 # Probabilities are summed as integers of 2^-40: such sums are exact, so they do not depend on the order of addition.
 _ONE = float(1 << 40)
-_DIGIT_BITS = (
-    15  # two of them hold the bits of a probability: no float up to 1 uses its sign or its highest exponent bit
-)
+# Two digits hold a probability: no float up to 1 uses its sign or its highest exponent bit.
+_DIGIT_BITS = 15
 GREEDY_BELOW = 1e-5
 
 
