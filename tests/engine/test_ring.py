@@ -12,6 +12,8 @@ from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling import Sampler
 from ringkv.engine.steering import Steering
+from ringkv.kernels.rotate import Angles
+from rings import fill, make_ring
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
 CPU = torch.device("cpu")
@@ -122,6 +124,20 @@ def test_an_idle_lane_is_never_written():
     runner.first(1, runner.prefill(1, [1, 2, 3, 4, 5]))
     ring.check_integrity()
     assert ring.counts[:, 1].tolist() == [5] * 3
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_an_idle_lane_attends_to_nothing(kv_heads):
+    ring = make_ring("streaming", budget=16, window=4, kv_heads=kv_heads, lanes=2)
+    q, k, v = torch.randn(2, 4, 4), torch.randn(kv_heads, 9, 4), torch.randn(kv_heads, 9, 4)
+    for lane in (0, 1):
+        fill(ring, 0, lane, q, k, v)
+    ring.start(0, 9)
+    ring.begin_step()
+    still = Angles(torch.ones(2, 2), torch.zeros(2, 2))
+    out = ring.attend(0, torch.randn(2, (2 + 2 * kv_heads) * 4), None, 1e-6, still)
+    assert out[0].all()
+    assert not out[1].any()
 
 
 def test_bytes_are_the_formula():
