@@ -64,6 +64,8 @@ def test_score_with_seeds_as_lanes():
         assert torch.equal(row, engine.score(text, seeds=[seed])[0])
     assert torch.equal(rows[:, :46], rows[:1, :46].expand(3, -1)), "no eviction yet, no difference"
     assert not torch.equal(rows[0], rows[1])
+    engine.score(text[:20], seeds=[1, 2, 3])
+    assert engine.ring.seen.tolist() == [19, 19], "a lane without a seed of its own waits"
     # The same as one long prompt as long as nothing was evicted.
     whole = tiny_engine(RingConfig(200, 8, "full")).score(text)
     assert torch.allclose(rows[0, :46], whole[:46], rtol=0, atol=1e-9)
@@ -192,6 +194,23 @@ def test_samples_share_one_prefill():
         engine.stream(prompt(3), params(n=2))
 
 
+def test_alone_lends_the_runner_under_the_engines_limits():
+    engine, threads = tiny_engine(lanes=3, threads=3), torch.get_num_threads()
+    assert threads != 3
+    with pytest.raises(KeyError), engine.alone() as runner:
+        assert torch.get_num_threads() == 3
+        for lane in range(3):
+            engine.ring.reset(lane, lane)
+            runner.prefill(lane, prompt(5))
+        with pytest.raises(RingkvError, match="still open in this thread"):
+            engine.generate(prompt(3))
+        assert engine.ring.running == [0, 1, 2]
+        raise KeyError
+    assert torch.get_num_threads() == threads
+    assert engine.ring.running == []
+    assert not engine.ring.active.any()
+
+
 def test_streams_close_and_engines_are_exclusive():
     engine = tiny_engine(lanes=2)
     stream = engine.stream(prompt(5), params())
@@ -206,6 +225,8 @@ def test_streams_close_and_engines_are_exclusive():
     stream.close()
     thread.join(30)
     assert waited[0].completion_tokens == 4
+    next(stream := engine.stream(prompt(5), params()))
+    stream.close()
     assert engine.ring.running == []
 
 

@@ -87,6 +87,7 @@ def test_invariants_hold_after_each_step(ring_config, heads, prompts, late):
         (lambda ring: ring.order[0, 0, 0, :2].copy_(ring.order[0, 0, 0, :2].flip(0)), "do not ascend"),
         (lambda ring: ring.position[0, 0, 0, 0].fill_(-1), "a live slot is marked free"),
         (lambda ring: ring.seen[0].sub_(1), "in the future"),
+        (lambda ring: ring.seen[0].add_(1), "window token is gone"),
         (lambda ring: ring.pin[0].fill_(15), "sink or pinned"),
         (lambda ring: ring.evictions[0, 0].add_(1), "evictions differ"),
     ],
