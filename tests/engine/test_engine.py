@@ -197,15 +197,20 @@ def test_samples_share_one_prefill():
 def test_alone_lends_the_runner_under_the_engines_limits():
     engine, threads = tiny_engine(lanes=3, threads=3), torch.get_num_threads()
     assert threads != 3
-    with pytest.raises(KeyError), engine.alone() as runner:
-        assert torch.get_num_threads() == 3
-        for lane in range(3):
-            engine.ring.reset(lane, lane)
-            runner.prefill(lane, prompt(5))
-        with pytest.raises(RingkvError, match="still open in this thread"):
-            engine.generate(prompt(3))
-        assert engine.ring.running == [0, 1, 2]
-        raise KeyError
+
+    def break_off():
+        with engine.alone() as runner:
+            assert torch.get_num_threads() == 3
+            for lane in range(3):
+                engine.ring.reset(lane, lane)
+                runner.prefill(lane, prompt(5))
+            with pytest.raises(RingkvError, match="still open in this thread"):
+                engine.generate(prompt(3))
+            assert engine.ring.running == [0, 1, 2]
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        break_off()
     assert torch.get_num_threads() == threads
     assert engine.ring.running == []
     assert not engine.ring.active.any()
