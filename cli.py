@@ -88,7 +88,7 @@ def generate(
     if retry_errors:
         raise RingkvError("--retry-errors: it goes with --input")
     if trace is not None:
-        check_output("--trace", trace)
+        check_output("--trace", trace, prompt_file)
         if n > 1:
             raise RingkvError(f"--trace: it records one sample; accepted is -n 1, not {n}")
     messages: Any = read_text(prompt, prompt_file, "--prompt-file")
@@ -241,14 +241,15 @@ def trace(
     with reporting(debug):
         from ringkv.engine.trace import Trace
 
-        for name, path in (("--html", html), ("--png", png)):
+        for name, path, others in (("--html", html, (file, png)), ("--png", png, (file,))):
             if path is not None:
-                check_output(name, path)
+                check_output(name, path, *others)
         recorded = Trace.load(file)
         if html is not None:
+            from ringkv.engine.results import write_whole
             from ringkv.trace_page import render
 
-            html.write_text(render(recorded), encoding="utf-8")
+            write_whole(html, render(recorded).encode(), "--html")
         if png is not None:
             from ringkv.trace_plot import draw
 

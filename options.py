@@ -194,11 +194,23 @@ def read_text(text: str | None, file: Path | None, name: str) -> str:
     return text
 
 
-def check_output(name: str, path: Path) -> None:
-    """Refuse at the start what could not be written at the end."""
-    if path.is_dir() or not path.parent.is_dir():
-        why = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
-        raise RingkvError(f"{name} {str(path)!r}: {why}; accepted is the name of a file")
+def check_output(name: str, path: Path, *others: Path | None) -> None:
+    """Refuse at the start what could not be written at the end, or would take the place of another file in use."""
+    from ringkv.engine.results import same_file
+
+    if path.is_dir():
+        why = "it is a folder"
+    elif not path.parent.is_dir():
+        why = f"there is no folder {str(path.parent)!r}"
+    elif path.exists() and not path.is_file():
+        why = "it is no regular file"
+    elif not os.access(path.parent, os.W_OK):
+        why = f"the folder {str(path.parent.absolute())!r} cannot be written to"
+    elif any(other is not None and same_file(path, other) for other in others):
+        why = "this command names it twice"
+    else:
+        return
+    raise RingkvError(f"{name} {str(path)!r}: {why}; accepted is the name of a file")
 
 
 def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ringkv.engine.results import write_whole
 from ringkv.engine.trace import Trace, spread
 from ringkv.errors import RingkvError
 
@@ -92,10 +94,9 @@ def draw(trace: Trace, path: str | Path) -> None:
     bar.set_label("share of (layer, head) pairs that hold it", color=_INK)
     bar.ax.tick_params(colors=_FAINT, labelsize=8)
     bar.outline.set_visible(False)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise RingkvError(f"--png {str(path)!r}: {error.strerror or error}") from None
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_whole(Path(path), picture.getvalue(), "--png")
 
 
 def _label(axes: Any, trace: Trace) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ringkv.engine.completion import Completion
 from ringkv.engine.config import SamplingParams
-from ringkv.engine.results import Results, StdoutResults, Unit, beside, write_whole
+from ringkv.engine.results import Results, StdoutResults, Unit, beside, same_file, write_whole
 from ringkv.engine.rows import OURS, Row, parse_object, read_rows
 from ringkv.errors import RingkvError
 from ringkv.kernels.sample import GREEDY_BELOW
@@ -80,7 +80,7 @@ class Job:
         *,
         retry_errors: bool = False,
     ) -> None:
-        if "-" not in (source, output) and _same_file(Path(source), Path(output)):
+        if "-" not in (source, output) and same_file(Path(source), Path(output)):
             raise RingkvError(f"output = {str(output)!r}: it is the input")
         self.rows = read_rows(source)
         self.params = params
@@ -253,13 +253,6 @@ class _Signals:
             self._holding = False
         if self._came:
             raise KeyboardInterrupt
-
-
-def _same_file(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return one.resolve() == other.resolve()
 
 
 def _read_settings(path: Path, output: Path) -> dict[str, Any]:

@@ -189,31 +189,46 @@ class Results:
         self._size += len(data)
 
 
+def same_file(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file, there or not."""
+    try:
+        return one.samefile(other)
+    except OSError:
+        return os.path.realpath(one) == os.path.realpath(other)
+
+
 def beside(path: Path, ending: str) -> Path:
     """A file of ours next to the output."""
     return path.with_name(f"{path.name}.ringkv{ending}")
 
 
 def write_whole(path: Path, data: bytes, field: str = "output") -> None:
-    """Write a file so that at every moment it is either the old or the new one.
+    """Write a file so that at every moment it is either the old or the new one; a link to it stays one.
 
     Args:
         field: what errors call the file.
 
     Raises:
-        RingkvError: it cannot be written.
+        RingkvError: it cannot be written, or is there and is no regular file.
     """
-    new = path.with_name(path.name + ".tmp")
+    target = Path(os.path.realpath(path))
+    new = beside(target, ".tmp")
     with refusing(path, field):
-        fd = os.open(new, _FLAGS | os.O_TRUNC, 0o666)
+        if target.exists() and not target.is_file():  # a device would be replaced by a file
+            raise RingkvError.bad(field, str(path), "a regular file")
         try:
-            _write_all(fd, data)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(new, path)
+            fd = os.open(new, _FLAGS | os.O_TRUNC, 0o666)
+            try:
+                _write_all(fd, data)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.replace(new, target)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
         with suppress(OSError):  # not every system can sync a folder
-            folder = os.open(path.parent, os.O_RDONLY)
+            folder = os.open(target.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
             finally:

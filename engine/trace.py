@@ -127,6 +127,8 @@ class Trace:
         """
         name = f"trace {str(path)!r}"
         try:
+            if os.path.isdir(path):
+                raise RingkvError("it is a folder; accepted is what generate --trace wrote")
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("format") != FORMAT:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 import matplotlib.image
 import pytest
@@ -90,6 +91,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
     code, out, err = run("trace", tmp_path / "text")
     assert (code, out) == (2, "")
     assert err.startswith(f"ringkv: trace '{tmp_path}/text': it is no whole safetensors file")
+    code, _, err = run("trace", tmp_path)
+    assert (code, err) == (2, f"ringkv: trace '{tmp_path}': it is a folder; accepted is what generate --trace wrote\n")
     code, _, err = run("trace", tmp_path / "made.trace", "--html", tmp_path / "no" / "a.html")
     assert code == 2
     assert err.startswith("ringkv: --html ")
@@ -97,6 +100,33 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
     assert code == 2
     assert err.startswith("ringkv: --png ")
     assert err.count("\n") == 1
+
+
+def test_no_file_takes_the_place_of_another_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made(1, 1, 4, 9).save("a.trace")
+    os.symlink("a.trace", "link")
+    os.mkfifo("pipe")
+    (tmp_path / "prompt").write_text("Hi")
+    before = (tmp_path / "a.trace").read_bytes()
+    twice, other = "this command names it twice", "it is no regular file"
+    for command, option, path, why in (
+        ("trace a.trace", "--html", "a.trace", twice),
+        ("trace a.trace", "--png", "link", twice),
+        ("trace a.trace --png new", "--html", "./new", twice),
+        ("trace a.trace", "--html", "pipe", other),
+        ("generate --prompt-file prompt", "--trace", "prompt", twice),
+        ("generate Hi", "--trace", "pipe", other),
+    ):
+        code, out, err = run(*command.split(), option, path)
+        assert (code, out) == (2, "")
+        assert err == f"ringkv: {option} {str(Path(path))!r}: {why}; accepted is the name of a file\n"
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    code, _, err = run("trace", "a.trace", "--html", "a.html")
+    assert code == 2
+    assert err.endswith("cannot be written to; accepted is the name of a file\n")
+    assert (tmp_path / "a.trace").read_bytes() == before
+    assert {each.name for each in tmp_path.iterdir()} == {"a.trace", "link", "pipe", "prompt"}
 
 
 def test_an_interrupted_generation_keeps_its_trace(tiny, tmp_path, monkeypatch):

@@ -87,5 +87,5 @@ def test_a_loop_is_marked(tmp_path):
 
 
 def test_where_it_cannot_be_written(tmp_path):
-    with pytest.raises(RingkvError, match=r"^--png '.*map.png': No such file or directory$"):
+    with pytest.raises(RingkvError, match=r"^--png = '.*map.png': there is no folder '.*/no'$"):
         draw(made(1, 1, 4, 9), tmp_path / "no" / "map.png")

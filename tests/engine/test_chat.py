@@ -255,8 +255,10 @@ def test_load_refuses_and_changes_nothing(tmp_path, change, message):
 def test_files_that_cannot_be_read_or_written(tmp_path):
     session = Asked().session
     (tmp_path / "bad").write_bytes(b"\xff{")
+    (tmp_path / "folder").mkdir()
     for line, message in {
-        "/save": "save = ''|save: save",
+        "/save": "^save = '': accepted is the name of a file$",
+        f"/save {tmp_path}/folder": "^save = '.*/folder': accepted is a regular file$",
         "/load": "^load = '': accepted is the name of a file$",
         "/load ~nobody-of-this-name/x": "^load: '~nobody-of-this-name/x': Could not",
         f"/save {tmp_path}/none/x": "save = .*no folder",
