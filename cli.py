@@ -92,6 +92,8 @@ def generate(
         if n > 1:
             raise RingkvError(f"--trace: it records one sample; accepted is -n 1, not {n}")
     messages: Any = read_text(prompt, prompt_file, "--prompt-file")
+    if not (options.raw or messages.strip()):
+        raise RingkvError.bad("prompt", messages, "a text with words, or any with --raw")
     if options.system is not None:
         if options.raw or not options.system.strip():
             raise RingkvError.bad("--system", options.system, "none with --raw" if options.raw else "a text with words")

@@ -13,6 +13,7 @@ from ringkv.errors import RingkvError
 
 PINS = ("none", "system", "prompt")
 MOST = 2**31 - 1
+LANE_LIMIT = 1 << 16  # an engine keeps some counts a lane in Python, and plan makes them too
 ON_REPETITION = ("stop", "close_thought", "ignore")
 
 
@@ -211,10 +212,10 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_count(field: str, value: object) -> None:
-    """Refuse what is neither an int from 1 on, of 32 bits, nor "auto"."""
+def check_count(field: str, value: object, most: int = MOST) -> None:
+    """Refuse what is neither an int from 1 to ``most`` nor "auto"."""
     if value != "auto":
-        check_int(field, value, 1, " or 'auto'")
+        check_int(field, value, 1, " or 'auto'", most)
 
 
 def check_int(field: str, value: object, least: int, other: str = "", most: int = MOST) -> None:

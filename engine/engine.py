@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringkv.engine.completion import Completion, StreamEvent
-from ringkv.engine.config import RingConfig, SamplingParams, check_count, check_int
+from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams, check_count, check_int
 from ringkv.engine.graph import make_runner
 from ringkv.engine.loading import load
 from ringkv.engine.loop import Loop
@@ -77,8 +77,8 @@ class Engine:
         generation_config: Mapping[str, Any] | None = None,
         name: str = "in-memory",
     ) -> None:
+        _check_options(ring, lanes, backend, seed, threads)
         ring = ring or RingConfig()
-        _check_options(lanes, backend, seed, threads)
         if not isinstance(model, Decoder):
             if config is None:
                 raise RingkvError("config: a state dict needs its config, a ModelConfig or the keys of config.json")
@@ -117,7 +117,7 @@ class Engine:
         Raises:
             RingkvError: what is not found, not understood or not accepted, by name.
         """
-        _check_options(lanes, backend, seed, threads)
+        _check_options(ring, lanes, backend, seed, threads)
         checkpoint = open_checkpoint(model, revision=revision)
         decoder, ring, lanes = load(checkpoint, device, dtype, ring or RingConfig(), lanes)
         return cls(
@@ -372,8 +372,10 @@ def _one(params: object) -> SamplingParams:
     return params
 
 
-def _check_options(lanes: object, backend: object, seed: object, threads: object) -> None:
-    check_count("lanes", lanes)
+def _check_options(ring: object, lanes: object, backend: object, seed: object, threads: object) -> None:
+    if ring is not None and not isinstance(ring, RingConfig):
+        raise RingkvError.bad("ring", ring, "a RingConfig")
+    check_count("lanes", lanes, LANE_LIMIT)
     if threads is not None:
         check_int("threads", threads, 1, most=1024)
     check(backend)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ringkv.engine.config import RingConfig, check_count, check_int
+from ringkv.engine.config import LANE_LIMIT, RingConfig, check_count, check_int
 from ringkv.engine.loading import placed
 from ringkv.engine.plan import PROMPT, Planner, free_memory, parse_size, settle
 from ringkv.errors import RingkvError
@@ -13,7 +13,7 @@ from ringkv.models.config import ModelConfig
 from ringkv.models.weights import open_config
 
 FULL_CACHES = (4096, 32768, 131072)  # tokens
-_MOST = 1 << 24  # lanes and budget that are looked for
+_MOST = 1 << 24  # the budget that is looked for
 
 
 def estimate(
@@ -37,7 +37,7 @@ def estimate(
     Raises:
         RingkvError: what is not found or not accepted, by name.
     """
-    check_count("lanes", lanes)
+    check_count("lanes", lanes, LANE_LIMIT)
     check_int("prompt", prompt, 1)
     name, keys = open_config(model, revision=revision)
     config = ModelConfig.from_hf(keys)
@@ -63,7 +63,7 @@ def estimate(
     if room is not None:
         figures |= {
             "fits": plan.total_bytes <= room,
-            "most_lanes": planner.most_lanes(ring, room, _MOST),
+            "most_lanes": planner.most_lanes(ring, room, LANE_LIMIT),
             "most_budget": planner.most_budget(ring, lanes, room, _MOST),
         }
     return figures

@@ -81,6 +81,8 @@ class Prompts:
         if isinstance(prompt, str):
             if raw:
                 ids = self.encode_raw(prompt)
+            elif not prompt.strip():
+                raise RingkvError.bad("prompt", prompt, "a text with words")
             else:
                 messages = [{"role": "user", "content": prompt}]
         elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -138,7 +140,8 @@ class Prompts:
 
     def check_ids(self, ids: Any) -> list[int]:
         """Token ids as a list, each one known to the model, at least one."""
-        if not isinstance(ids, Sequence) or not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
+        known = isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray, memoryview))
+        if not known or not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
             raise RingkvError.bad("prompt", ids, "a text, a list of messages, or a list of token ids")
         if not ids:
             raise RingkvError("prompt: it is empty; at least one token is needed")

@@ -122,6 +122,7 @@ def test_stats_is_the_whole_table(tiny):
         (["--threads", "none"], "threads = 'none'"),
         (["-n", "two"], "n = 'two'"),
         (["--lanes", "-2"], "lanes = -2"),
+        (["--lanes", "65537"], "lanes = 65537: accepted is an int <= 65536 or 'auto'"),
         (["--pin", "all"], "pin = 'all'"),
         (["--stop", ""], "stop = "),
         (["--dtype", "int8"], "dtype = 'int8'"),
@@ -189,6 +190,9 @@ def test_no_prompt_and_two_prompts_are_refused(tiny):
     assert "prompt: it is empty" in refused("", "--raw")
     assert "prompt: it is empty" in refused("")
     assert "stdin: it is empty" in refused("-", input="")
+    blank = "ringkv: prompt = ' \\n': accepted is a text with words, or any with --raw\n"
+    assert refused(" \n") == refused(" \n", "--system", "x") == blank
+    assert run("generate", " \n", "--raw", "-m", tiny, "--max-tokens", 1)[0] == 0
 
 
 def test_a_file_of_prompts(tiny, tmp_path):

@@ -158,7 +158,7 @@ def test_a_bad_request_fails_alone():
         "max_tokens = 20: with a prompt of 60 tokens that is 80, and policy full holds 48"
         in results[3].error["message"]
     )
-    for lone in ([500], prompt(60)):
+    for lone in ([500], prompt(60), b"ab", bytearray(b"ab")):
         with pytest.raises(RingkvError):
             engine.generate(lone, params(max_tokens=20))
     assert engine.generate([]) == []
@@ -378,6 +378,7 @@ def test_stop_strings_need_a_tokenizer():
 @pytest.mark.parametrize(
     "options, message",
     [
+        ({"ring": {"budget": 40}}, "ring = {'budget': 40}: accepted is a RingConfig"),
         ({"lanes": 0}, "lanes = 0"),
         ({"lanes": True}, "lanes = True"),
         ({"threads": 0}, "threads = 0"),

@@ -65,6 +65,7 @@ def test_auto_fits_the_memory_given(tiny_checkpoint):
         ("--budget", "many", "budget = 'many': accepted is an int >= 1 or 'auto'"),
         ("--lanes", "0", "lanes = 0: accepted is an int >= 1 or 'auto'"),
         ("--lanes", "few", "lanes = 'few': accepted is an int >= 1 or 'auto'"),
+        ("--lanes", "999999999", "lanes = 999999999: accepted is an int <= 65536 or 'auto'"),
         ("--memory", "much", "memory = 'much': accepted is a size"),
         ("--prompt", "0", "prompt = 0: accepted is an int >= 1"),
         ("--dtype", "int8", "dtype = 'int8'"),

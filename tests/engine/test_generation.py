@@ -143,6 +143,9 @@ def test_what_a_model_cannot_do_is_refused(params, message):
 def test_raw_mode_takes_texts_only():
     engine = Script(lambda _: [A]).engine
     assert engine.generate("<think>", SamplingParams(max_tokens=1), raw=True).prompt_tokens == 1
+    assert engine.generate(" ", SamplingParams(max_tokens=1), raw=True).prompt_tokens == 1
+    with pytest.raises(RingkvError, match=r"^prompt = ' ': accepted is a text with words$"):
+        engine.generate(" ")
     with pytest.raises(RingkvError, match="raw: messages need the chat template"):
         engine.generate([{"role": "user", "content": "Hi"}], raw=True)
 
