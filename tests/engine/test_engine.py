@@ -116,15 +116,15 @@ def test_a_then_b_then_a():
     with pytest.raises(RingkvError):
         engine.generate([97], params())
     assert engine.generate(prompt(20), params(seed=1)).token_ids == first
-    step, calls = engine._runner.step, []
+    attend, calls = engine.ring.attend, []
 
-    def interrupted():
+    def interrupted(*args):
         calls.append(1)
-        if len(calls) == 7:
+        if len(calls) == 20:  # the second of three layers
             raise KeyboardInterrupt
-        return step()
+        return attend(*args)
 
-    engine._runner.step = interrupted
+    engine.ring.attend = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompt(70, 1), params(seed=2))
     assert engine.generate(prompt(20), params(seed=1)).token_ids == first

@@ -114,11 +114,24 @@ def test_noise_is_that_of_its_position_whoever_runs_beside():
         tokens = sampler.draw(logits, ring).tolist()
         drawn += [(tokens[lane], wanted(lane)) for lane in ring.running]
         lane = int(random.integers(3))
+        if step < 150:
+            continue  # nothing comes or goes for longer than noise is made ahead
         if step % 23 == 0:
             ring.stop(lane)
         elif step % 29 == 1:
             drawn.append(admit(lane))
         elif step % 97 == 2:
             ring.reset(lane, seed=0)  # a prefill that is cancelled
-    assert len(drawn) > 500
+    assert len(drawn) > 600
     assert [got for got, _ in drawn] == [each for _, each in drawn]
+
+
+def test_a_greedy_lane_takes_the_lowest_of_ties_beside_one_that_draws():
+    ring = make_ring("streaming", budget=16, window=4, lanes=2)
+    sampler = Sampler(2, 50, torch.device("cpu"))
+    for lane, temperature in enumerate((0, 1)):
+        ring.reset(lane, seed=lane)
+        sampler.set(lane, Sampling.resolve(SamplingParams(temperature=temperature, top_p=1), {}))
+    greedy, other = sampler.draw(torch.zeros(2, 50), ring).tolist()
+    assert greedy == 0
+    assert other > 0

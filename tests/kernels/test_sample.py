@@ -86,10 +86,11 @@ def test_ties_go_to_the_lower_id():
 @pytest.mark.parametrize("min_p", [0.0, 1.0])
 def test_extremes_draw_a_token(temperature, top_p, top_k, min_p):
     row = torch.tensor([[-math.inf, 3.0, -math.inf, 3.5, -50.0]])
-    token = sample(row, filters(temperature, top_k, top_p, min_p), torch.tensor([0.9999999])).item()
-    assert token in (1, 3, 4)
-    if temperature < 1e-3 or top_p < 1e-3 or top_k == 1 or min_p == 1:
-        assert token == 3
+    for u in (1e-20, 0.9999999):
+        token = sample(row, filters(temperature, top_k, top_p, min_p), torch.tensor([u])).item()
+        assert token in (1, 3, 4)
+        if temperature < 1e-3 or top_p < 1e-3 or top_k == 1 or min_p == 1:
+            assert token == 3
 
 
 @pytest.mark.parametrize("bad", [[math.nan, 0, 1], [math.inf, 0, 1], [-math.inf] * 3])
