@@ -158,7 +158,7 @@ def test_a_bad_request_fails_alone():
         "max_tokens = 20: with a prompt of 60 tokens that is 80, and policy full holds 48"
         in results[3].error["message"]
     )
-    for lone in ([500], prompt(60), b"ab", bytearray(b"ab")):
+    for lone in ([500], prompt(60), b"\1\2", bytearray(b"\1\2")):
         with pytest.raises(RingkvError):
             engine.generate(lone, params(max_tokens=20))
     assert engine.generate([]) == []
