@@ -105,6 +105,8 @@ def test_float32_lanes_do_not_depend_on_neighbours_or_place():
         each[place] = mine
         runs.append(engine.generate(prompts, each)[place].token_ids)
     assert runs[0] == runs[1] == runs[2]
+    rows = tiny_engine(dtype=torch.float32, lanes=5, threads=2).score(prompt(60), seeds=[3] * 5)
+    assert torch.equal(rows, rows[:1].expand(5, -1)), "to the bit, with threads that share a product"
 
 
 def test_a_then_b_then_a():
