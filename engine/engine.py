@@ -213,7 +213,14 @@ class Engine:
         Returns:
             float32 [n - 1], or [len(seeds), n - 1].
         """
+        if isinstance(ids, str):
+            raise RingkvError.bad("ids", ids, "a list of token ids (see encode)")
         ids = self.prompts.check_ids(ids)
+        if seeds is not None:
+            if not seeds:
+                raise RingkvError.bad("seeds", seeds, "one seed or more, or None")
+            for seed in seeds:
+                SamplingParams(seed=seed)
         if len(ids) < 2:
             raise RingkvError.bad("ids", ids, "two tokens or more")
         with self.alone() as runner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 
@@ -53,6 +54,19 @@ def test_score_equals_the_naive_decoder():
     naive.run(text[:1], 149, policy="vase-attnv", budget=40, window=8, seed=5, forced=text[1:])
     want = [float(row.log_softmax(-1)[token]) for row, token in zip(logits, text[1:], strict=True)]
     assert torch.allclose(scores, torch.tensor(want, dtype=scores.dtype), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "ids, seeds, message",
+    [
+        ("text", None, "ids = 'text': accepted is a list of token ids (see encode)"),
+        ([3, 4], [], "seeds = []: accepted is one seed or more, or None"),
+        ([3, 4], ["x"], "seed = 'x': "),
+    ],
+)
+def test_score_refuses(ids, seeds, message):
+    with pytest.raises(RingkvError, match=re.escape(message)):
+        tiny_engine().score(ids, seeds)
 
 
 def test_score_with_seeds_as_lanes():
@@ -194,6 +208,13 @@ def test_samples_share_one_prefill():
     assert len({tuple(one.token_ids) for one in roomy}) == 3
     with pytest.raises(RingkvError, match="n = 2"):
         engine.stream(prompt(3), params(n=2))
+
+
+def test_samples_report_their_own_slots_whoever_used_the_lanes():
+    engine = tiny_engine(lanes=3)
+    engine.generate([prompt(60)] * 3, params())
+    short = params(n=3, temperature=1.0, max_tokens=4)
+    assert [one.ring["peak_slots"] for one in engine.generate(prompt(5), short)] == [8, 8, 8]
 
 
 def test_alone_lends_the_runner_under_the_engines_limits():
