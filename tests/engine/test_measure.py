@@ -191,7 +191,7 @@ print(before, middle, peak_bytes(CPU), block.nbytes)
 
 
 def test_the_peak_begins_anew(tmp_path):
-    """In a process of its own, since what other tests leave behind may be given back meanwhile. Its parent is larger."""
+    """In a process of its own, since others may give memory back meanwhile. Its parent is larger."""
     large = torch.ones(1 << 27)
     told = subprocess.run([sys.executable, "-c", _PEAK], cwd=tmp_path, capture_output=True, text=True, check=True)
     before, middle, after, block = map(int, told.stdout.split())
