@@ -242,6 +242,7 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
                 function(options=options, **values)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
+        # typer reads it; mypy knows no function that has one.
         command.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*shared, *own]}
         return command
@@ -264,12 +265,12 @@ class Commands(typer.core.TyperGroup):
         """Run one, and exit with its code."""
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:  # it was closed: nothing comes from there, or goes there
-                setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+                setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open as long as the process
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **more)
         except SystemExit as error:  # completion's; or what rich makes of a reader that left
             code = 0 if isinstance(error.__context__, BrokenPipeError) else error.code
-        except Exception as error:
+        except Exception as error:  # typer's and click's share no class, and what is not theirs is raised again
             debug = "--debug" in (sys.argv if args is None else args)
             if isinstance(error, OSError) and not debug:
                 told, code = str(error), 1
@@ -302,7 +303,7 @@ def reporting(debug: bool) -> Iterator[None]:
         # Python flushes stdout once more at exit; give it somewhere to write to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
-    except Exception as error:
+    except Exception as error:  # whoever uses a command sees one line, whatever went wrong
         if debug:
             raise
         text = " ".join(str(error).split()) or type(error).__name__

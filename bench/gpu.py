@@ -68,7 +68,7 @@ def here(name: str, dry: bool, seconds: float, print_all: bool = False) -> dict[
         for figures in SECTIONS[name][0](DRY if dry else WET, time.monotonic() + seconds):
             if print_all:
                 note(json.dumps({name: figures}))
-    except Exception as error:
+    except Exception as error:  # whatever fails in a section, the others go on
         traceback.print_exc()
         figures = figures | {"error": f"{type(error).__name__}: {error}"}
         if print_all:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from ringkv.engine.policies import Policy, as_policy
 from ringkv.engine.retention import Retention, as_retention
@@ -208,7 +208,7 @@ class SamplingParams:
         return dataclasses.replace(self, **changes)
 
 
-def _is_int(value: object) -> bool:
+def _is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -220,9 +220,9 @@ def check_count(field: str, value: object, most: int = MOST) -> None:
 
 def check_int(field: str, value: object, least: int, other: str = "", most: int = MOST) -> None:
     """Refuse what is no int from ``least`` on, or is beyond ``most``, the last position that a ring can hold."""
-    if not _is_int(value) or value < least:  # type: ignore[operator]
+    if not _is_int(value) or value < least:
         raise RingkvError.bad(field, value, f"an int >= {least}{other}")
-    if value > most:  # type: ignore[operator]
+    if value > most:
         raise RingkvError.bad(field, value, f"an int <= {most}{other}")
 
 

@@ -48,13 +48,13 @@ def sample(logits: Tensor, filters: Filters | None, uniform: Tensor | None) -> T
     Returns:
         int64 [B]: the token, or -1 where the row holds NaN or +inf, or nothing but -inf.
     """
+    if filters is not None and uniform is not None and len(logits) > 1 and logits.device.type == "cpu":
+        # Row by row a processor's caches hold what is worked on, and the allocator keeps the memory.
+        return torch.cat([sample(logits[b, None], filters.row(b), uniform[b, None]) for b in range(len(logits))])
     top = logits.amax(-1)  # propagates NaN
     finite = top.isfinite()
     if filters is None or uniform is None:
         return torch.where(finite, logits.argmax(-1), -1)
-    if len(logits) > 1 and logits.device.type == "cpu":
-        # Row by row a processor's caches hold what is worked on, and the allocator keeps the memory.
-        return torch.cat([sample(logits[b, None], filters.row(b), uniform[b, None]) for b in range(len(logits))])
     temperature = filters.temperature.clamp(min=GREEDY_BELOW)
     centred = (logits - top[:, None]).div_(temperature[:, None]).to(torch.float32)
     centred.masked_fill_(~finite[:, None], 0.0)  # such a row is marked below; until then it must not upset the search
