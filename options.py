@@ -36,7 +36,7 @@ CHOICES = {
     "pin": ("none", "system", "prompt"),
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float16", "bfloat16", "float32", "float64"),
-    "backend": ("auto", "torch", "triton"),
+    "backend": ("auto", "torch", "triton", "native"),
     "on_repetition": ("stop", "close_thought", "ignore"),
     "compare": ("transformers",),
 }
@@ -88,7 +88,7 @@ class Options:
     dtype: Annotated[str, option("auto, float16, bfloat16, float32 or float64.", MACHINE, choices=CHOICES["dtype"])] = (
         "auto"
     )
-    backend: Annotated[str, option("auto, torch or triton.", MACHINE, choices=CHOICES["backend"])] = "auto"
+    backend: Annotated[str, option("auto, torch, triton or native.", MACHINE, choices=CHOICES["backend"])] = "auto"
     threads: Annotated[Any, numeric("CPU threads (as many as torch takes).", MACHINE)] = None
 
     budget: Annotated[

@@ -14,7 +14,7 @@ from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Drawn, Runner
 from ringkv.engine.sampling import Sampler
 from ringkv.engine.steering import Steering
-from ringkv.kernels.backend import runs_triton
+from ringkv.kernels.backend import path_of
 from ringkv.models.decoder import Decoder
 from ringkv.models.moe import FEW_ROWS
 
@@ -134,6 +134,6 @@ def make_runner(model: Decoder, ring: Ring, vocabulary: int, tags: tuple[int, in
     steering = Steering(ring.lanes, tags, model.device)
     # More tokens than this go through a mixture of experts one expert at a time, and the host reads which.
     dynamic = model.config.moe is not None and ring.lanes > FEW_ROWS
-    if model.device.type == "cuda" and runs_triton(ring.k) and not dynamic:
+    if model.device.type == "cuda" and path_of(ring.k) == "triton" and not dynamic:
         return GraphRunner(model, ring, Sampler(ring.lanes, vocabulary, model.device, static=True), steering)
     return Runner(model, ring, Sampler(ring.lanes, vocabulary, model.device), steering)

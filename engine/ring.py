@@ -21,10 +21,11 @@ from ringkv.engine.policies import as_policy, priorities
 from ringkv.engine.record import Recorder, take_down
 from ringkv.engine.retention import as_retention
 from ringkv.engine.state import PolicyState
+from ringkv.kernels import native
 from ringkv.kernels.advance import advance
 from ringkv.kernels.append import append, record, value_range
 from ringkv.kernels.attention import decode_attention
-from ringkv.kernels.backend import runs_triton
+from ringkv.kernels.backend import path_of
 from ringkv.kernels.layer import LayerRing, Places, places
 from ringkv.kernels.pairs import Pairs
 from ringkv.kernels.rotate import Angles
@@ -139,7 +140,7 @@ class Ring:
 
     def begin_step(self) -> None:
         """On the torch path, find the slots that this step writes and mark them, for all layers at once."""
-        if runs_triton(self.k):
+        if path_of(self.k) != "torch":
             self._places = [None] * self.layers
             return
         lanes = None
@@ -166,17 +167,19 @@ class Ring:
             angles: [B, D/2], of position ``seen``.
 
         Returns:
-            [B, Hq, D]; zeros for a lane that does not run.
+            [B, Hq * D]; zeros for a lane that does not run.
         """
         view, at = self._views[layer], self._places[layer]
+        if path_of(qkv) == "native":
+            return native.attend(qkv, norms, eps, angles, view)
         q = append(qkv, norms, eps, angles, view, at)
         if at is not None:
             self._asked.append(q)
-        return decode_attention(q, view, at)
+        return decode_attention(q, view, at).flatten(1)
 
     def end_step(self) -> None:
         """Write what waits for the end of a step, and count the token that every running lane has written."""
-        if not runs_triton(self.k):
+        if self._asked:
             record(torch.stack(self._asked), self.v, self.v_range, self.queries, *self._written)
         self._asked = []
         advance(self.active, self.count, self.seen)
@@ -197,7 +200,7 @@ class Ring:
         """The pairs marked in bool [L, B], in groups that hold equally many tokens and fit the scratch."""
         # Bytes at once of a live token: order, position, range, priority, noise, on the torch path sorts; or attention
         # of the head group. A larger group is fewer launches.
-        token = max(80 if runs_triton(self.k) else 160, 32 + 8 * self.heads // self.kv_heads)
+        token = max(80 if path_of(self.k) == "triton" else 160, 32 + 8 * self.heads // self.kv_heads)
         size = max(1, SCRATCH_BYTES // (self.kv_heads * self.config.capacity * token))
         for count in np.unique(self.counts[due]) if due.any() else ():
             pairs = [(int(layer), int(lane)) for layer, lane in np.argwhere(due & (self.counts == count))]

@@ -159,7 +159,7 @@ class Runner:
         def attention(layer: Layer, qkv: Tensor) -> Tensor:
             norms, eps = layer.qk_norms, model.config.rms_eps
             own = qkv[: ring.lanes] if self._padding else qkv
-            out = ring.attend(layer.index, own, norms, eps, angles[layer.index]).flatten(1)
+            out = ring.attend(layer.index, own, norms, eps, angles[layer.index])
             return F.pad(out, (0, 0, 0, self._padding)) if self._padding else out
 
         ids = token.clamp(min=0)

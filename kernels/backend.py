@@ -1,8 +1,9 @@
-"""Which path an operation takes: its Triton kernel or its torch twin.
+"""Which path an operation takes: its torch twin, its Triton kernel, or compiled C.
 
 An operation is one function, its torch twin, marked ``@dispatched``. Where the tensors lie on a GPU, a call goes to the
 launcher of the same name and signature in the file beside it: ``append.append`` to ``append_triton.append``. Only then
-is triton imported, so a machine without it, or without a GPU, never misses it.
+is triton imported, so a machine without it, or without a GPU, never misses it. On the native path, a CPU's, a call goes
+to the launcher of its name in ``native.py``; an operation that has none there is its twin.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import torch
 from torch import Tensor
 
 from ringkv.errors import RingkvError
+from ringkv.kernels.compiled import CannotCompile
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", "native")
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -34,12 +36,19 @@ def dispatched(twin: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorator of a torch twin. Its first argument must be the tensor whose device decides, given by position."""
     module, name = f"{twin.__module__}_triton", twin.__name__
 
+    @functools.cache
+    def native() -> Callable[_P, _R]:
+        return getattr(importlib.import_module("ringkv.kernels.native"), name, twin)
+
     @functools.wraps(twin)
     def operation(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         x = args[0]
         assert isinstance(x, Tensor)
-        if not runs_triton(x):
+        path = path_of(x)
+        if path == "torch":
             return twin(*args, **kwargs)
+        if path == "native":
+            return native()(*args, **kwargs)
         launcher: Callable[_P, _R] = getattr(importlib.import_module(module), name)
         with torch.cuda.device_of(x):
             return launcher(*args, **kwargs)
@@ -47,10 +56,10 @@ def dispatched(twin: Callable[_P, _R]) -> Callable[_P, _R]:
     return operation
 
 
-def runs_triton(x: Tensor) -> bool:
-    """Whether operations on ``x`` run as Triton kernels."""
+def path_of(x: Tensor) -> str:
+    """How operations on ``x`` run: "torch", "triton" or "native"."""
     choice = _choice.get()
-    return choice == "triton" or (choice == "auto" and _automatic(x.device, x.dtype))
+    return _automatic(x.device, x.dtype) if choice == "auto" else choice
 
 
 @contextmanager
@@ -73,12 +82,18 @@ def check(backend: object) -> None:
 
 
 def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The path "torch" or "triton" of an engine on this device, computing in this dtype.
+    """The path "torch", "triton" or "native" of an engine on this device, computing in this dtype.
 
     Raises:
-        RingkvError: "triton" where it cannot run.
+        RingkvError: one that cannot run here.
     """
     check(backend)
+    if backend == "native":
+        if device.type != "cpu" or dtype != torch.float32:
+            kind = str(dtype).removeprefix("torch.")
+            raise RingkvError(f"backend: 'native' computes in float32 on a CPU; this is {kind} on {device.type}")
+        if (missing := _not_compiled()) is not None:
+            raise RingkvError(f"backend: 'native' needs a C compiler with OpenMP: {missing}")
     if backend == "triton":
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise RingkvError("backend: 'triton' needs a GPU, the device is cpu; accepted are auto and torch")
@@ -86,13 +101,24 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
             raise RingkvError("backend: 'triton' computes in float32, float16 and bfloat16, not in float64")
         if not _installed():
             raise RingkvError("backend: 'triton' is not installed; run: pip install triton")
-    if backend == "auto":
-        return "triton" if _automatic(device, dtype) else "torch"
-    return backend
+    return _automatic(device, dtype) if backend == "auto" else backend
 
 
-def _automatic(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype != torch.float64 and _found()
+def _automatic(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type == "cuda":
+        return "triton" if dtype != torch.float64 and _found() else "torch"
+    return "native" if device.type == "cpu" and dtype == torch.float32 and _not_compiled() is None else "torch"
+
+
+@functools.cache
+def _not_compiled() -> str | None:
+    """Why there is no compiled C here; None where there is."""
+    try:
+        importlib.import_module("ringkv.kernels.native").library()
+    except CannotCompile as error:
+        log.info("a CPU runs the torch path, which is slower: %s", error)
+        return str(error)
+    return None
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class LayerRing:
     evictions: Tensor
     seen: Tensor
     active: Tensor
+    native: Any = field(default=None, init=False, repr=False)  # this layer as C sees it, once it was asked for
     _first: tuple[tuple[int, int, int], tuple[Tensor, ...]] = field(default=((0, 0, 0), ()), init=False, repr=False)
 
     @cached_property

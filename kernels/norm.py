@@ -14,8 +14,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @dispatched
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add ``delta`` (None at the first layer) to the residual stream ``x`` [n, hidden]; return it and its norm."""
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Add ``delta`` (None at the first layer) to the residual stream ``x`` [n, hidden], in place; return its norm."""
     if delta is not None:
-        x = x + delta
-    return x, rms_norm(x, weight, eps)
+        x += delta
+    return rms_norm(x, weight, eps)

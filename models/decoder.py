@@ -122,13 +122,13 @@ class Decoder:
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """Token ids [n] -> hidden states after the last norm [n, hidden]."""
         eps = self.config.rms_eps
-        x, delta = F.embedding(ids, self.embedding).to(self.dtype), None
+        x, delta, whole = F.embedding(ids, self.embedding).to(self.dtype), None, len(ids) <= MLP_ROWS
         for layer in self.layers:
-            x, h = add_rms_norm(x, delta, layer.input_norm, eps)
+            h = add_rms_norm(x, delta, layer.input_norm, eps)
             delta = layer.o(attention(layer, layer.qkv(h)))
-            x, h = add_rms_norm(x, delta, layer.mlp_norm, eps)
-            delta = layer.mlp(h) if len(h) <= MLP_ROWS else torch.cat([layer.mlp(rows) for rows in h.split(MLP_ROWS)])
-        return add_rms_norm(x, delta, self.norm, eps)[1]
+            h = add_rms_norm(x, delta, layer.mlp_norm, eps)
+            delta = layer.mlp(h) if whole else torch.cat([layer.mlp(rows) for rows in h.split(MLP_ROWS)])
+        return add_rms_norm(x, delta, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, hidden] -> logits [n, vocab], float32 at least."""

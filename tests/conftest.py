@@ -88,6 +88,26 @@ def tiny_chat_checkpoint(tiny_checkpoint: TinyCheckpoint, tmp_path_factory: pyte
     return folder
 
 
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """Skip where no C can be compiled. CI, in which nothing may skip, then fails."""
+    from ringkv.kernels.compiled import CannotCompile
+    from ringkv.kernels.native import library
+
+    try:
+        library()
+    except CannotCompile as error:
+        pytest.skip(f"no compiled C: {error}")
+
+
+@pytest.fixture(params=["native", "torch"])
+def cpu_path(request: pytest.FixtureRequest) -> str:
+    """Both backends of a CPU in float32."""
+    if request.param == "native":
+        request.getfixturevalue("compiled")
+    return request.param
+
+
 def _save(folder: Path, family: str, dtype: str, seed: int, shard_size: str, config: dict[str, Any]) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 

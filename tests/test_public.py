@@ -36,7 +36,7 @@ for view in model.destinations().values():
     torch.nn.init.normal_(view)
 with ringkv.Engine(model, ring=ringkv.RingConfig(8, 2)) as engine:
     done = engine.generate([1, 2, 3], ringkv.SamplingParams(max_tokens=30, ignore_eos=True))
-assert done.ring["evictions"] > 5 and done.backend == "torch"
+assert done.ring["evictions"] > 5 and done.backend in ("native", "torch")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert done.returncode == 0, done.stderr

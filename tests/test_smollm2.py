@@ -44,9 +44,9 @@ def share(loaded, ring, **options):
 
 
 @pytest.mark.parametrize("policy", ["full", "streaming", "vase-attnv", "h2o", "rkv"])
-def test_greedy_equals_transformers(loaded, theirs, policy):
+def test_greedy_equals_transformers(loaded, theirs, policy, cpu_path):
     prompt, tokens = theirs
-    engine = share(loaded, RingConfig(policy=policy, budget=300, retention="all"))
+    engine = share(loaded, RingConfig(policy=policy, budget=300, retention="all"), backend=cpu_path)
     # transformers' min_new_tokens masks the ending tokens, as ours does.
     params = GREEDY.replace(ignore_eos=False, min_tokens=200)
     done = engine.generate(QUESTION, params)
@@ -58,9 +58,9 @@ def test_greedy_equals_transformers(loaded, theirs, policy):
 
 
 @pytest.mark.parametrize("policy", ["vase-attnv", "snapkv"])
-def test_attention_after_evictions_equals_dense_masked_attention(loaded, policy, monkeypatch):
+def test_attention_after_evictions_equals_dense_masked_attention(loaded, policy, cpu_path, monkeypatch):
     """Layer by layer, to 1e-5: all keys and values as first written, masked to the positions that are live."""
-    engine = share(loaded, RingConfig(budget=48, window=16, policy=policy))
+    engine = share(loaded, RingConfig(budget=48, window=16, policy=policy), backend=cpu_path)
     ring, runner, group = engine.ring, engine._runner, engine.model.config.group
     ids = engine.prompts.encode([{"role": "user", "content": QUESTION}])
     steps, attended = 100, []

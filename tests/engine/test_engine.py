@@ -108,18 +108,18 @@ def test_requests_are_admitted_in_order_and_lanes_refilled_at_once():
     assert order == [0, 2, 3, 4, 1]
 
 
-def test_float32_lanes_do_not_depend_on_neighbours_or_place():
+def test_float32_lanes_do_not_depend_on_neighbours_or_place(cpu_path):
     ids, mine = prompt(30), params(seed=9, temperature=1.0)
     runs = []
     for place, neighbours in ((0, 1), (3, 2), (5, 3)):
-        engine = tiny_engine(dtype=torch.float32, lanes=6)
+        engine = tiny_engine(dtype=torch.float32, lanes=6, backend=cpu_path)
         prompts = [prompt(10 + 5 * i, seed=neighbours) for i in range(6)]
         prompts[place] = ids
         each = [params(seed=neighbours + i, max_tokens=50 + i) for i in range(6)]
         each[place] = mine
         runs.append(engine.generate(prompts, each)[place].token_ids)
     assert runs[0] == runs[1] == runs[2]
-    rows = tiny_engine(dtype=torch.float32, lanes=5, threads=2).score(prompt(60), seeds=[3] * 5)
+    rows = tiny_engine(dtype=torch.float32, lanes=5, threads=2, backend=cpu_path).score(prompt(60), seeds=[3] * 5)
     assert torch.equal(rows, rows[:1].expand(5, -1)), "to the bit, with threads that share a product"
 
 

@@ -12,6 +12,7 @@ from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling import Sampler
 from ringkv.engine.steering import Steering
+from ringkv.kernels.backend import use
 from ringkv.kernels.rotate import Angles
 from rings import fill, make_ring
 from tiny import tiny_config, tiny_decoder, tiny_weights
@@ -26,11 +27,11 @@ def build(config, ring_config, lanes=2, dtype=torch.float32):
     return Runner(decoder, ring, Sampler(lanes, config.vocab_size, CPU), Steering(lanes, None, CPU))
 
 
-def poison(ring: Ring) -> None:
-    """Fill every invisible slot with what would show: huge, and finite as the torch path asks."""
+def poison(ring: Ring, value: float) -> None:
+    """Fill every invisible slot with what would show."""
     hidden = ring.position < 0
     for tensor in (ring.k, ring.v):
-        tensor[hidden] = 1e4
+        tensor[hidden] = value
     ring.v_range[hidden] = 1e4
 
 
@@ -44,6 +45,8 @@ def rings(draw):
     return RingConfig(budget, window, policy, retention, sinks)
 
 
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("path, unseen", [("native", torch.nan), ("torch", 1e4)])  # the torch path asks for finite
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     ring_config=rings(),
@@ -51,7 +54,12 @@ def rings(draw):
     prompts=st.lists(st.integers(1, 90), min_size=2, max_size=2),
     late=st.integers(0, 40),
 )
-def test_invariants_hold_after_each_step(ring_config, heads, prompts, late):
+def test_invariants_hold_after_each_step(path, unseen, ring_config, heads, prompts, late):
+    with use(path):
+        check_invariants(unseen, ring_config, heads, prompts, late)
+
+
+def check_invariants(unseen, ring_config, heads, prompts, late):
     config = tiny_config(heads=heads[0], kv_heads=heads[1])
     clean, poisoned = build(config, ring_config), build(config, ring_config)
     bytes_at_start = clean.ring.nbytes
@@ -60,7 +68,7 @@ def test_invariants_hold_after_each_step(ring_config, heads, prompts, late):
 
     def begin(lane: int) -> None:
         for runner in (clean, poisoned):
-            poison(poisoned.ring)
+            poison(poisoned.ring, unseen)
             runner.ring.reset(lane, seed=lane)
             runner.first(lane, runner.prefill(lane, ids[lane]))
 
@@ -68,7 +76,7 @@ def test_invariants_hold_after_each_step(ring_config, heads, prompts, late):
     for step in range(STEPS):
         if step == late:
             begin(1)
-        poison(poisoned.ring)
+        poison(poisoned.ring, unseen)
         assert clean.step() == poisoned.step()
         clean.ring.check_integrity()
         poisoned.ring.check_integrity()
@@ -102,7 +110,12 @@ def test_integrity_sees_what_is_broken(breaking, message):
         runner.ring.check_integrity()
 
 
-def test_an_idle_lane_is_never_written():
+def test_an_idle_lane_is_never_written(cpu_path):
+    with use(cpu_path):
+        check_idle_lane()
+
+
+def check_idle_lane():
     runner = build(tiny_config(), RingConfig(24, 4, "vase-attnv", "all"), lanes=2)
     ring = runner.ring
     for lane in (0, 1):
@@ -128,15 +141,16 @@ def test_an_idle_lane_is_never_written():
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_an_idle_lane_attends_to_nothing(kv_heads):
+def test_an_idle_lane_attends_to_nothing(kv_heads, cpu_path):
     ring = make_ring("streaming", budget=16, window=4, kv_heads=kv_heads, lanes=2)
     q, k, v = torch.randn(2, 4, 4), torch.randn(kv_heads, 9, 4), torch.randn(kv_heads, 9, 4)
     for lane in (0, 1):
         fill(ring, 0, lane, q, k, v)
     ring.start(0, 9)
-    ring.begin_step()
     still = Angles(torch.ones(2, 2), torch.zeros(2, 2))
-    out = ring.attend(0, torch.randn(2, (2 + 2 * kv_heads) * 4), None, 1e-6, still)
+    with use(cpu_path):
+        ring.begin_step()
+        out = ring.attend(0, torch.randn(2, (2 + 2 * kv_heads) * 4), None, 1e-6, still)
     assert out[0].all()
     assert not out[1].any()
 

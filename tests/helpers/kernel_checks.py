@@ -60,9 +60,9 @@ def widened(value: Any) -> Any:
     return value
 
 
-def three_ways(operation: Callable[..., Any], *args: Any, **options: Any) -> tuple[Any, Any, Any]:
+def three_ways(operation: Callable[..., Any], *args: Any, path: str = "triton", **options: Any) -> tuple[Any, Any, Any]:
     """What the kernel gives, the twin, and the twin in float64."""
-    with use("triton"):
+    with use(path):
         kernel = operation(*args, **options)
     with use("torch"):
         twin = operation(*args, **options)

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 
 import pytest
 import torch
 
 from ringkv.errors import RingkvError
-from ringkv.kernels import backend
+from ringkv.kernels import backend, native
+from ringkv.kernels.advance import advance
 from ringkv.kernels.silu import silu_mul
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -36,10 +38,26 @@ def without_triton(monkeypatch):
         cached.cache_clear()
 
 
-def test_the_device_chooses():
-    assert not backend.runs_triton(torch.empty(0))
-    assert backend.runs_triton(Elsewhere)
-    assert backend.resolve("auto", CPU, torch.float32) == "torch"
+@pytest.fixture
+def without_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CC", raising=False)
+    for cached in (backend._not_compiled, native.library):
+        cached.cache_clear()
+    yield
+    for cached in (backend._not_compiled, native.library):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_the_device_and_the_type_choose():
+    assert backend.path_of(torch.empty(0)) == "native"
+    assert backend.path_of(torch.empty(0, dtype=torch.float64)) == "torch"
+    assert backend.path_of(torch.empty(0, device="meta")) == "torch"
+    assert backend.path_of(Elsewhere) == "triton"
+    assert backend.resolve("auto", CPU, torch.float32) == "native"
+    assert backend.resolve("native", CPU, torch.float32) == "native"
+    assert backend.resolve("auto", CPU, torch.bfloat16) == "torch"
     assert backend.resolve("auto", GPU, torch.bfloat16) == "triton"
     assert backend.resolve("auto", GPU, torch.float64) == "torch"
     assert backend.resolve("torch", GPU, torch.bfloat16) == "torch"
@@ -48,11 +66,11 @@ def test_the_device_chooses():
 
 def test_an_override_holds_within_its_block():
     with backend.use("torch"):
-        assert not backend.runs_triton(Elsewhere)
+        assert backend.path_of(Elsewhere) == "torch"
         with backend.use("triton"):
-            assert backend.runs_triton(torch.empty(0))
-        assert not backend.runs_triton(Elsewhere)
-    assert backend.runs_triton(Elsewhere)
+            assert backend.path_of(torch.empty(0)) == "triton"
+        assert backend.path_of(Elsewhere) == "torch"
+    assert backend.path_of(Elsewhere) == "triton"
 
 
 def test_the_launcher_of_the_same_name_runs(monkeypatch):
@@ -63,10 +81,34 @@ def test_the_launcher_of_the_same_name_runs(monkeypatch):
     assert silu_mul(torch.zeros(1, 2)).shape == (1, 1)
 
 
+@pytest.mark.usefixtures("without_compiler")
+def test_without_a_compiler_a_cpu_runs_torch(caplog):
+    with caplog.at_level(logging.INFO):
+        assert backend.path_of(torch.empty(0)) == "torch"
+        assert backend.resolve("auto", CPU, torch.float32) == "torch"
+    assert [record.getMessage() for record in caplog.records] == [
+        "a CPU runs the torch path, which is slower: there is no cc, gcc or clang"
+    ]
+    message = re.escape("backend: 'native' needs a C compiler with OpenMP: there is no cc, gcc or clang")
+    with pytest.raises(RingkvError, match=message):
+        backend.resolve("native", CPU, torch.float32)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_an_operation_without_compiled_code_is_its_twin(monkeypatch):
+    monkeypatch.setattr(native, "silu_mul", lambda x: "compiled")
+    fresh = backend.dispatched(silu_mul.__wrapped__)
+    count, seen = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    with backend.use("native"):
+        assert fresh(torch.zeros(1, 2)) == "compiled"
+        advance(torch.tensor([True, False]), count, seen)
+    assert seen.tolist() == [1, 0]
+
+
 @pytest.mark.usefixtures("without_triton")
 def test_without_triton_a_gpu_runs_torch_and_says_so_once(caplog):
     with caplog.at_level(logging.WARNING):
-        assert not backend.runs_triton(Elsewhere)
+        assert backend.path_of(Elsewhere) == "torch"
         assert backend.resolve("auto", GPU, torch.bfloat16) == "torch"
     assert [record.getMessage() for record in caplog.records] == [
         "triton is not installed: the GPU runs the torch path, which is slower"
@@ -78,7 +120,9 @@ def test_without_triton_a_gpu_runs_torch_and_says_so_once(caplog):
 @pytest.mark.parametrize(
     "name, device, dtype, message",
     [
-        ("jax", CPU, torch.float32, "backend = 'jax': accepted is auto, torch, triton"),
+        ("jax", CPU, torch.float32, "backend = 'jax': accepted is auto, torch, triton, native"),
+        ("native", GPU, torch.float32, "'native' computes in float32 on a CPU; this is float32 on cuda"),
+        ("native", CPU, torch.bfloat16, "'native' computes in float32 on a CPU; this is bfloat16 on cpu"),
         ("triton", CPU, torch.float32, "needs a GPU"),
         ("triton", GPU, torch.float64, "not in float64"),
     ],

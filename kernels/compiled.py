@@ -1,0 +1,108 @@
+"""Compile C for the processor at hand and load it into this process."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+
+
+class CannotCompile(Exception):
+    """Why nothing can be compiled here, in a line."""
+
+
+def load(source: Path) -> ctypes.CDLL:
+    """The functions of a C file.
+
+    The result is kept in the user's cache folder under a name that says for which source, compiler and processor it was
+    made; where nothing can be kept it is compiled in every process.
+
+    Raises:
+        CannotCompile: no compiler, one that fails, or no way to share torch's threads.
+    """
+    compiler, threads = _compiler(), _openmp()
+    target = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c", os.devnull])  # its version, and what the processor has
+    key = hashlib.sha256("\0".join((source.read_text(), target, str(threads), *FLAGS)).encode()).hexdigest()
+    cache = _cache()
+    kept = None if cache is None else cache / f"{source.stem}-{key[:20]}.so"
+    if kept is not None and kept.exists():
+        try:
+            return ctypes.CDLL(str(kept))
+        except OSError:
+            pass  # torn, or not to be executed from there: made again
+    with tempfile.TemporaryDirectory(prefix="ringkv-") as folder:
+        part, made = Path(folder, "part.o"), Path(folder, "whole.so")
+        _run([*compiler, *FLAGS, "-c", str(source), "-o", str(part)])
+        _run([*compiler, "-shared", str(part), str(threads), "-lm", "-o", str(made)])
+        try:
+            library = ctypes.CDLL(str(made))  # stays when the folder goes
+        except OSError as error:
+            raise CannotCompile(f"what was compiled cannot be loaded: {error}") from error
+        if kept is not None:
+            _keep(made, kept)
+    return library
+
+
+def _compiler() -> list[str]:
+    """The command in CC, or the first that is found."""
+    named = shlex.split(os.environ.get("CC", ""))
+    found = [command for command in ([named[0]] if named else ["cc", "gcc", "clang"]) if shutil.which(command)]
+    if not found:
+        raise CannotCompile(f"CC names {named[0]}, which is not there" if named else "there is no cc, gcc or clang")
+    return named or found[:1]
+
+
+def _openmp() -> Path:
+    """The OpenMP library that torch runs on. A second one would have threads of its own, and both would wait busily."""
+    try:
+        mapped = Path("/proc/self/maps").read_text()
+    except OSError as error:
+        raise CannotCompile("only Linux says which OpenMP library torch runs on") from error
+    found = sorted(set(re.findall(r"/\S*/lib[gi]?omp\d?[-.]\S*", mapped)))
+    beside_torch = [path for path in found if Path(path).is_relative_to(Path(torch.__file__).parents[1])]
+    one = beside_torch or found
+    if len(one) != 1:
+        raise CannotCompile(f"torch runs on one OpenMP library; found: {', '.join(one) or 'none'}")
+    return Path(one[0])
+
+
+def _cache() -> Path | None:
+    """The folder that keeps what is compiled; None for a user without a home."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (named if named.is_absolute() else Path.home() / ".cache") / "ringkv"
+    except RuntimeError:
+        return None
+
+
+def _keep(made: Path, kept: Path) -> None:
+    """Copy it to the cache, where it appears in one piece, if the cache can be written."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            os.replace(shutil.copy(made, folder), kept)
+    except OSError:
+        return
+
+
+def _run(command: list[str]) -> str:
+    """What a command prints."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CannotCompile(f"{command[0]} does not run: {error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it does not say why"]
+        said = next((line for line in lines if "error:" in line), lines[-1])
+        raise CannotCompile(f"{command[0]} fails: {said}")
+    return done.stdout

@@ -1,0 +1,125 @@
+"""The operations of a decode step on a CPU as compiled C (``native.c``), where there is a compiler.
+
+A launcher that has the name of a torch twin has its signature. They take float32 tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ringkv.kernels.compiled import load
+
+if TYPE_CHECKING:
+    from ringkv.kernels.layer import LayerRing
+    from ringkv.kernels.rotate import Angles
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+_TABLES = {
+    **dict.fromkeys(("k", "v", "v_range", "queries"), torch.float32),
+    **dict.fromkeys(("position", "order", "count", "evictions"), torch.int32),
+    "seen": torch.int64,
+    "active": torch.bool,
+}
+_SIZES = ("lanes", "kv_heads", "group", "slots", "window", "d")
+
+
+class RingPointers(ctypes.Structure):
+    """``Ring`` of native.c."""
+
+    _fields_ = [(name, _POINTER) for name in _TABLES] + [(name, _LONG) for name in _SIZES]
+
+
+class NativeRing:
+    """A layer of the ring as C sees it, and what does not change from step to step."""
+
+    def __init__(self, ring: LayerRing) -> None:
+        tables = [getattr(ring, name) for name in _TABLES]
+        for table, dtype in zip(tables, _TABLES.values(), strict=True):
+            assert table.dtype == dtype
+            assert table.is_contiguous()  # a copy would lose what is written to it
+        lanes, kv_heads, slots, d = ring.k.shape
+        heads, window = ring.queries.shape[1:3]
+        sizes = lanes, kv_heads, heads // kv_heads, slots, window, d
+        self.pointers = RingPointers(*(table.data_ptr() for table in tables), *sizes)
+        self.width = heads * d
+        self.scratch_size: int = library().scratch_size(self.pointers)
+        self.scale = d**-0.5
+
+
+_RING = ctypes.POINTER(RingPointers)
+_SIGNATURES: dict[str, tuple[list[Any], Any]] = {
+    "add_rms_norm": ([_POINTER] * 4 + [_LONG, _LONG, _FLOAT, _INT], None),
+    "silu_mul": ([_POINTER, _POINTER, _LONG, _LONG, _INT], None),
+    "attend": ([_POINTER] * 6 + [_RING, _FLOAT, _FLOAT, _POINTER, _INT], None),
+    "scratch_size": ([_RING], _LONG),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The compiled functions.
+
+    Raises:
+        CannotCompile: see ``compiled.load``.
+    """
+    functions = load(Path(__file__).with_suffix(".c"))
+    for name, (arguments, result) in _SIGNATURES.items():
+        function = getattr(functions, name)
+        function.argtypes, function.restype = arguments, result
+    return functions
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See ``norm.add_rms_norm``."""
+    out = torch.empty_like(x)
+    more = None if delta is None else _pointer(delta)
+    threads = torch.get_num_threads()
+    library().add_rms_norm(_pointer(x), more, _pointer(weight), out.data_ptr(), *x.shape, eps, threads)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See ``silu.silu_mul``."""
+    rows, width = gate_up.shape
+    out = gate_up.new_empty(rows, width // 2)
+    library().silu_mul(_pointer(gate_up), out.data_ptr(), rows, width // 2, torch.get_num_threads())
+    return out
+
+
+def attend(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles: Angles, ring: LayerRing) -> Tensor:
+    """``append.append`` and then ``attention.decode_attention``, in one call: [B, Hq * D].
+
+    It writes all that a step writes, and finds by itself where.
+    """
+    if ring.native is None:
+        ring.native = NativeRing(ring)
+    own: NativeRing = ring.native
+    out, scratch = qkv.new_empty(len(qkv), own.width), qkv.new_empty(own.scratch_size)
+    q_norm, k_norm = (None, None) if norms is None else (_pointer(norms[0]), _pointer(norms[1]))
+    library().attend(
+        _pointer(qkv),
+        q_norm,
+        k_norm,
+        _pointer(angles.cos),
+        _pointer(angles.sin),
+        out.data_ptr(),
+        own.pointers,
+        eps,
+        own.scale,
+        scratch.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _pointer(x: Tensor) -> int:
+    assert x.dtype == torch.float32
+    assert x.is_contiguous()
+    return x.data_ptr()

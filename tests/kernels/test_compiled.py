@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringkv.kernels import compiled
+from ringkv.kernels.compiled import CannotCompile, load
+
+SOURCE = "int answer(void) { return 42; }\n"
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    path = tmp_path / "small.c"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The commands that compile or link."""
+    commands, run = [], compiled._run
+
+    def counted(command):
+        commands.extend([command] if "-o" in command else [])
+        return run(command)
+
+    monkeypatch.setattr(compiled, "_run", counted)
+    return commands
+
+
+def kept(tmp_path) -> list[Path]:
+    return sorted((tmp_path / "cache").rglob("*"))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_compiles_once(source, runs, tmp_path):
+    assert load(source).answer() == 42
+    assert load(source).answer() == 42
+    assert len(runs) == 2, "one to compile, one to link"
+    folder, made = kept(tmp_path)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert re.fullmatch(r"small-[0-9a-f]{20}\.so", made.name)
+    source.write_text(SOURCE.replace("42", "43"))
+    assert load(source).answer() == 43
+    assert len(kept(tmp_path)) == 3
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_torn_file_is_made_again(source, runs, tmp_path):
+    load(source)
+    torn = kept(tmp_path)[1]
+    torn.write_bytes(torn.read_bytes()[:100])
+    assert load(source).answer() == 42
+    assert len(runs) == 4
+    assert load(source).answer() == 42
+    assert len(runs) == 4
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("where", ["a file", "no home"])
+def test_where_nothing_can_be_kept_it_still_compiles(where, source, runs, tmp_path, monkeypatch):
+    if where == "a file":
+        (tmp_path / "cache").write_text("in the way")
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    for times in (1, 2):
+        assert load(source).answer() == 42
+        assert len(runs) == 2 * times
+    assert not Path("relative").exists()
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ({"PATH": "/nonexistent"}, "there is no cc, gcc or clang"),
+        ({"CC": "no-such-compiler -m64"}, "CC names no-such-compiler, which is not there"),
+        ({"CC": "false"}, "false fails: it does not say why"),
+    ],
+)
+def test_says_why_it_cannot(setting, message, source, monkeypatch):
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CannotCompile, match=re.escape(message)):
+        load(source)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_an_error_of_the_compiler_is_one_line(source):
+    source.write_text("int answer(void) { return nothing; }\n")
+    with pytest.raises(CannotCompile, match=r"fails: .*nothing") as caught:
+        load(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "maps, message",
+    [
+        ("", "found: none"),
+        ("7f /a/libgomp.so.1\n7f /b/libiomp5.so\n7f /b/libiomp5.so\n", "found: /a/libgomp.so.1, /b/libiomp5.so"),
+    ],
+)
+def test_one_openmp_library_is_torchs(maps, message, source, monkeypatch):
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self: maps if str(self) == "/proc/self/maps" else read(self))
+    with pytest.raises(CannotCompile, match=re.escape(message)):
+        load(source)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_no_second_openmp_library_is_loaded():
+    code = """
+import re, torch
+from pathlib import Path
+from ringkv.kernels.native import library
+find = lambda: set(re.findall(r"/\\S*lib[gi]?omp\\d?[-.]\\S*", Path("/proc/self/maps").read_text()))
+before = find()
+library()
+assert find() == before, (before, find())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/", env=dict(os.environ))
