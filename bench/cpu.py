@@ -196,8 +196,8 @@ def main() -> None:
         value = "not measured" if each["value"] is None else f"{each['value']:.3f}"
         note(f"{name}: {value}, goal {each['goal']:.3g}{'' if each['met'] is not False else ', MISSED'}")
     figures = {"bench": "cpu", "model": "smollm2", "dtype": dtype, "quick": quick, "seed": 0, "budget": BUDGET}
-    figures |= {"window": engine.ring.config.window, "policy": engine.ring.policy.name, "lengths": lengths}
-    finish({**figures, "achieved_gb_s": achieved, "copy_gb_s": bandwidth / 1e9, "targets": targets})
+    figures |= {"window": engine.ring.config.window, "policy": engine.ring.policy.name, "backend": engine.backend}
+    finish({**figures, "lengths": lengths, "achieved_gb_s": achieved, "copy_gb_s": bandwidth / 1e9, "targets": targets})
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ class Engine:
         device: "auto" is the GPU if there is one.
         dtype: "auto" is the checkpoint's own on a GPU; on a CPU "float16", which keeps the weights in half precision
             and computes in float32 where the processor has such a product, else "float32".
-        backend: "torch", "triton" (kernels and a captured step, on a GPU), or "auto": triton where it runs.
+        backend: "torch"; "triton" (kernels and a captured step, on a GPU); "native" (on a CPU in float32, with a C
+            compiler); or "auto": triton or native where it runs.
         seed: from it and the request's index a seed is drawn for requests without one.
         threads: CPU threads while this engine computes; restored after each step.
         generation_config: sampling defaults and ending tokens of the checkpoint.

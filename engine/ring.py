@@ -187,7 +187,7 @@ class Ring:
     def settle(self) -> None:
         """What the host does after a step: follow it in the mirrors, and evict where a layer is now full."""
         self.counts[:, self.running] += 1
-        self.spans = np.maximum(self.spans, self.counts)
+        np.maximum(self.spans, self.counts, out=self.spans)
         if self.policy.evicts:
             full = self.counts == self.config.capacity
             if self.state:
@@ -198,11 +198,13 @@ class Ring:
 
     def _groups(self, due: np.ndarray) -> Iterator[list[tuple[int, int]]]:
         """The pairs marked in bool [L, B], in groups that hold equally many tokens and fit the scratch."""
+        if not due.any():  # nearly always, and every step comes here
+            return
         # Bytes at once of a live token: order, position, range, priority, noise, on the torch path sorts; or attention
         # of the head group. A larger group is fewer launches.
         token = max(80 if path_of(self.k) == "triton" else 160, 32 + 8 * self.heads // self.kv_heads)
         size = max(1, SCRATCH_BYTES // (self.kv_heads * self.config.capacity * token))
-        for count in np.unique(self.counts[due]) if due.any() else ():
+        for count in np.unique(self.counts[due]):
             pairs = [(int(layer), int(lane)) for layer, lane in np.argwhere(due & (self.counts == count))]
             yield from (pairs[start : start + size] for start in range(0, len(pairs), size))
 
