@@ -8,16 +8,15 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringkv.kernels.compiled import load
-
-if TYPE_CHECKING:
-    from ringkv.kernels.layer import LayerRing
-    from ringkv.kernels.rotate import Angles
+from ringkv.kernels.layer import LayerRing
+from ringkv.kernels.rotate import Angles
+from ringkv.kernels.sample import GREEDY_BELOW, Filters
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
@@ -59,6 +58,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "silu_mul": ([_POINTER, _POINTER, _LONG, _LONG, _INT], None),
     "attend": ([_POINTER] * 6 + [_RING, _FLOAT, _FLOAT, _POINTER, _INT], None),
     "scratch_size": ([_RING], _LONG),
+    "sample": ([_POINTER] * 2 + [_LONG] * 3 + [_POINTER] * 5 + [_FLOAT, _POINTER, _INT], None),
 }
 
 
@@ -119,7 +119,36 @@ def attend(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles:
     return out
 
 
-def _pointer(x: Tensor) -> int:
-    assert x.dtype == torch.float32
+def sample(logits: Tensor, filters: Filters | None, uniform: Tensor | None) -> Tensor:
+    """See ``sample.sample``. Rows may lie apart, as in a padded vocabulary."""
+    assert logits.dtype == torch.float32
+    assert logits.stride(1) == 1
+    (rows, n), threads = logits.shape, torch.get_num_threads()
+    temperature = top_k = top_p = min_p = noise = None
+    if filters is not None and uniform is not None:
+        temperature, noise = _pointer(filters.temperature), _pointer(uniform)
+        top_k = None if filters.top_k is None else _pointer(filters.top_k, torch.int64)
+        top_p, min_p = (None if each is None else _pointer(each) for each in (filters.top_p, filters.min_p))
+    token, scratch = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(min(rows, threads) * n)
+    library().sample(
+        logits.data_ptr(),
+        token.data_ptr(),
+        rows,
+        n,
+        logits.stride(0),
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        noise,
+        GREEDY_BELOW,
+        scratch.data_ptr(),
+        threads,
+    )
+    return token
+
+
+def _pointer(x: Tensor, dtype: torch.dtype = torch.float32) -> int:
+    assert x.dtype == dtype
     assert x.is_contiguous()
     return x.data_ptr()

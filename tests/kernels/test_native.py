@@ -19,6 +19,7 @@ from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.backend import use
 from ringkv.kernels.norm import add_rms_norm
 from ringkv.kernels.rotate import Angles
+from ringkv.kernels.sample import Filters, sample
 from ringkv.kernels.silu import silu_mul
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
@@ -186,6 +187,29 @@ def test_silu_mul(rows, width):
     assert native.silu_mul(gate_up)[0, 0].isnan()
 
 
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("width, rounded", [(1, False), (15, True), (63, True), (2048, False), (5000, True)])
+def test_draws_are_the_twins(width, rounded):
+    """Rounded logits tie. Rows of a padded vocabulary lie apart."""
+    lists = {
+        "temperature": [0.6, 1.0, 0.0, 100.0, 1.5, 0.8],
+        "top_k": [20, 0, 0, 1, 10**6, 40],
+        "top_p": [0.95, 0.9, 1.0, 0.5, 1.0, 0.0],
+        "min_p": [0.0, 0.05, 0.0, 0.0, 0.3, 0.0],
+    }
+    columns = {name: torch.tensor(column) for name, column in lists.items()}
+    for left_out in (None, "top_k", "top_p", "min_p"):
+        filters = Filters(**(columns | ({left_out: None} if left_out else {})))
+        for seed in range(6):
+            logits = 3 * draw(6, width + 9, seed=seed)[:, :width]
+            logits = logits.round() if rounded else logits
+            uniform = torch.rand(6, generator=torch.Generator().manual_seed(seed))
+            token, twin, _ = three_ways(sample, logits, filters, uniform, path="native")
+            assert torch.equal(token, twin)
+            token, twin, _ = three_ways(sample, logits, None, None, path="native")
+            assert torch.equal(token, twin)
+
+
 def test_writes_into_the_storage_itself_and_in_its_type():
     """A copy (`.contiguous()`) would lose the write, another type would be misread: such a tensor is refused."""
     ring = layer(2, 2, 3, 63, 64, 5, torch.float32)
@@ -201,6 +225,10 @@ def test_writes_into_the_storage_itself_and_in_its_type():
         native.attend(args[0].half(), *args[1:], ring)
     with pytest.raises(AssertionError):
         native.silu_mul(torch.zeros(4, 8).t())
+    with pytest.raises(AssertionError):
+        native.sample(torch.zeros(4, 8).t(), None, None)
+    with pytest.raises(AssertionError):
+        native.sample(torch.zeros(1, 8), Filters(torch.ones(1), torch.ones(1)), torch.ones(1))  # top_k is int64
 
 
 @pytest.mark.parametrize("policy", ["streaming", "vase-attnv", "h2o"])

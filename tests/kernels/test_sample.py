@@ -1,4 +1,4 @@
-"""The sampler against a plain sort-based one."""
+"""The sampler of a CPU, both ways, against a plain sort-based one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringkv.kernels.backend import use
 from ringkv.kernels.penalize import penalize
 from ringkv.kernels.sample import Filters, sample
+
+
+@pytest.fixture(scope="module", params=["native", "torch"], autouse=True)
+def _path(request):
+    if request.param == "native":
+        request.getfixturevalue("compiled")
+    with use(request.param):
+        yield
 
 
 def survivors(logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> dict[int, float]:
