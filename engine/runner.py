@@ -81,7 +81,7 @@ class Runner:
 
         def attention(layer: Layer, qkv: Tensor) -> Tensor:
             q, k, v = model.split(layer, qkv, angles[layer.index])
-            out = causal_attention(q, k, v)
+            out = causal_attention(q, k, v, ring.scratch)
             kept = ring.retention.keep(layer.index, n, lambda: last_attention(q[-1], k))
             ring.admit(layer.index, lane, q, k, v, kept)
             if progress is not None:

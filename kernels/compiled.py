@@ -21,8 +21,8 @@ class CannotCompile(Exception):
     """Why nothing can be compiled here, in a line."""
 
 
-def load(source: Path) -> ctypes.CDLL:
-    """The functions of a C file.
+def load(folder: Path) -> ctypes.CDLL:
+    """The functions of the C files in a folder.
 
     The result is kept in the user's cache folder under a name that says for which source, compiler and processor it was
     made; where nothing can be kept it is compiled in every process.
@@ -32,18 +32,21 @@ def load(source: Path) -> ctypes.CDLL:
     """
     compiler, threads = _compiler(), _openmp()
     target = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c", os.devnull])  # its version, and what the processor has
-    key = hashlib.sha256("\0".join((source.read_text(), target, str(threads), *FLAGS)).encode()).hexdigest()
+    texts = {path: path.read_text() for path in sorted(folder.glob("*.[ch]"))}
+    key = hashlib.sha256("\0".join((*texts.values(), target, str(threads), *FLAGS)).encode()).hexdigest()
     cache = _cache()
-    kept = None if cache is None else cache / f"{source.stem}-{key[:20]}.so"
+    kept = None if cache is None else cache / f"{key[:20]}.so"
     if kept is not None and kept.exists():
         try:
             return ctypes.CDLL(str(kept))
         except OSError:
             pass  # torn, or not to be executed from there: made again
-    with tempfile.TemporaryDirectory(prefix="ringkv-") as folder:
-        part, made = Path(folder, "part.o"), Path(folder, "whole.so")
-        _run([*compiler, *FLAGS, "-c", str(source), "-o", str(part)])
-        _run([*compiler, "-shared", str(part), str(threads), "-lm", "-o", str(made)])
+    with tempfile.TemporaryDirectory(prefix="ringkv-") as place:
+        sources = {path: f"{place}/{path.stem}.o" for path in texts if path.suffix == ".c"}
+        for path, part in sources.items():
+            _run([*compiler, *FLAGS, "-c", str(path), "-o", part])
+        made = Path(place, "whole.so")
+        _run([*compiler, "-shared", *sources.values(), str(threads), "-lm", "-o", str(made)])
         try:
             library = ctypes.CDLL(str(made))  # stays when the folder goes
         except OSError as error:
@@ -65,15 +68,16 @@ def _compiler() -> list[str]:
 def _openmp() -> Path:
     """The OpenMP library that torch runs on. A second one would have threads of its own, and both would wait busily."""
     try:
-        mapped = Path("/proc/self/maps").read_text()
+        lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError as error:
         raise CannotCompile("only Linux says which OpenMP library torch runs on") from error
-    found = sorted(set(re.findall(r"/\S*/lib[gi]?omp\d?[-.]\S*", mapped)))
-    beside_torch = [path for path in found if Path(path).is_relative_to(Path(torch.__file__).parents[1])]
+    mapped = {Path(line.split(maxsplit=5)[-1]) for line in lines}
+    found = sorted(path for path in mapped if re.match(r"lib[gi]?omp\d?[-.]", path.name))
+    beside_torch = [path for path in found if path.is_relative_to(Path(torch.__file__).parents[1])]
     one = beside_torch or found
     if len(one) != 1:
-        raise CannotCompile(f"torch runs on one OpenMP library; found: {', '.join(one) or 'none'}")
-    return Path(one[0])
+        raise CannotCompile(f"torch runs on one OpenMP library; found: {', '.join(map(str, one)) or 'none'}")
+    return one[0]
 
 
 def _cache() -> Path | None:

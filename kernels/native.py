@@ -1,4 +1,4 @@
-"""The operations of a decode step on a CPU as compiled C (``native.c``), where there is a compiler.
+"""The operations of a decode step on a CPU as compiled C (``c/``), where there is a compiler.
 
 A launcher that has the name of a torch twin has its signature. They take float32 tensors.
 """
@@ -30,7 +30,7 @@ _SIZES = ("lanes", "kv_heads", "group", "slots", "window", "d")
 
 
 class RingPointers(ctypes.Structure):
-    """``Ring`` of native.c."""
+    """``Ring`` of step.c."""
 
     _fields_ = [(name, _POINTER) for name in _TABLES] + [(name, _LONG) for name in _SIZES]
 
@@ -58,6 +58,8 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "silu_mul": ([_POINTER, _POINTER, _LONG, _LONG, _INT], None),
     "attend": ([_POINTER] * 6 + [_RING, _FLOAT, _FLOAT, _POINTER, _INT], None),
     "scratch_size": ([_RING], _LONG),
+    "causal_attention": ([_POINTER, _LONG] * 3 + [_POINTER] + [_LONG] * 4 + [_FLOAT, _POINTER, _INT], None),
+    "causal_scratch": ([_LONG, _LONG], _LONG),
     "sample": ([_POINTER] * 2 + [_LONG] * 3 + [_POINTER] * 5 + [_FLOAT, _POINTER, _INT], None),
 }
 
@@ -69,7 +71,7 @@ def library() -> ctypes.CDLL:
     Raises:
         CannotCompile: see ``compiled.load``.
     """
-    functions = load(Path(__file__).with_suffix(".c"))
+    functions = load(Path(__file__).with_name("c"))
     for name, (arguments, result) in _SIGNATURES.items():
         function = getattr(functions, name)
         function.argtypes, function.restype = arguments, result
@@ -119,17 +121,33 @@ def attend(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles:
     return out
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor) -> Tensor:
+    """See ``prefill_attention.causal_attention``. A token's row may be part of a longer one."""
+    for x in (q, k, v):
+        assert x.dtype == torch.float32
+        assert x.stride()[1:] == (x.shape[2], 1)
+    (n, heads, d), kv_heads = q.shape, k.shape[1]
+    group = heads // kv_heads
+    threads = min(torch.get_num_threads(), scratch.numel() // library().causal_scratch(group, d))
+    assert threads > 0
+    out = q.new_empty(n, heads * d)
+    rows = (each for x in (q, k, v) for each in (x.data_ptr(), x.stride(0)))
+    library().causal_attention(*rows, out.data_ptr(), n, kv_heads, group, d, d**-0.5, _pointer(scratch), threads)
+    return out
+
+
 def sample(logits: Tensor, filters: Filters | None, uniform: Tensor | None) -> Tensor:
     """See ``sample.sample``. Rows may lie apart, as in a padded vocabulary."""
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
-    (rows, n), threads = logits.shape, torch.get_num_threads()
+    rows, n = logits.shape
+    threads = min(rows, torch.get_num_threads())
     temperature = top_k = top_p = min_p = noise = None
     if filters is not None and uniform is not None:
         temperature, noise = _pointer(filters.temperature), _pointer(uniform)
         top_k = None if filters.top_k is None else _pointer(filters.top_k, torch.int64)
         top_p, min_p = (None if each is None else _pointer(each) for each in (filters.top_p, filters.min_p))
-    token, scratch = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(min(rows, threads) * n)
+    token, scratch = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(threads * n)
     library().sample(
         logits.data_ptr(),
         token.data_ptr(),

@@ -18,6 +18,7 @@ from ringkv.kernels.append import append, record
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.backend import use
 from ringkv.kernels.norm import add_rms_norm
+from ringkv.kernels.prefill_attention import causal_attention
 from ringkv.kernels.rotate import Angles
 from ringkv.kernels.sample import Filters, sample
 from ringkv.kernels.silu import silu_mul
@@ -158,6 +159,49 @@ def test_a_result_depends_on_neither_threads_nor_neighbours():
         assert torch.equal(compiled_step((qkv[lane, None].clone(), norms, eps, own), alone)[0][0], results[0][lane])
 
 
+def prompt(n, heads, kv_heads, d, seed=0):
+    """Queries, keys and values as views of one projection."""
+    qkv = draw(n, (heads + 2 * kv_heads) * d, seed=seed).view(n, -1, d)
+    return qkv.split((heads, kv_heads, kv_heads), 1)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    "n, heads, kv_heads, d",
+    [(1, 3, 3, 64), (3, 4, 2, 16), (64, 9, 3, 64), (700, 9, 3, 64), (130, 8, 1, 80), (333, 6, 2, 6), (65, 1040, 2, 8)],
+)
+def test_causal_attention(n, heads, kv_heads, d):
+    """Also where a block of queries is one position, and with slices of a longer row."""
+    scratch = torch.full((1 << 20,), torch.nan)
+    q, k, v = prompt(n, heads, kv_heads, d)
+    kernel, twin, exact = three_ways(causal_attention, 3 * q, k, v, scratch, path="native")
+    assert_as_exact(kernel.flatten()[None], twin.flatten()[None], exact.flatten()[None])
+    shorter = (n + 1) // 2
+    with use("native"):
+        first = causal_attention(3 * q[:shorter], k[:shorter], v[:shorter], scratch)
+    assert torch.equal(first, kernel[:shorter]), "what comes later changes no bit"
+
+
+def test_causal_attention_runs_on_as_many_threads_as_its_scratch_allows():
+    before, inputs = torch.get_num_threads(), prompt(300, 6, 2, 16)
+    size = native.library().causal_scratch(3, 16)
+    torch.set_num_threads(3)
+    results = [native.causal_attention(*inputs, torch.empty(size * fits + 5)) for fits in (1, 2, 3)]
+    torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_is_not_finite_in_a_prompt_shows_from_there_on(which):
+    inputs = prompt(100, 3, 1, 64)
+    inputs[which][70] = torch.nan
+    out = native.causal_attention(*inputs, torch.empty(1 << 18))
+    assert out[70].isnan().all()
+    assert out[99].isnan().all() or which == 0
+    assert out[:64].isfinite().all()
+
+
 def summed_and_normed(x, *rest):
     x = x.clone()
     return x, add_rms_norm(x, *rest)
@@ -225,6 +269,8 @@ def test_writes_into_the_storage_itself_and_in_its_type():
         native.attend(args[0].half(), *args[1:], ring)
     with pytest.raises(AssertionError):
         native.silu_mul(torch.zeros(4, 8).t())
+    with pytest.raises(AssertionError):
+        native.causal_attention(*(torch.zeros(4, 1, 16)[..., ::2],) * 3, torch.empty(1 << 18))
     with pytest.raises(AssertionError):
         native.sample(torch.zeros(4, 8).t(), None, None)
     with pytest.raises(AssertionError):

@@ -1,19 +1,11 @@
-/* The operations of a decode step on a CPU, in float32: what the Triton kernels are on a GPU.
- *
- * Compiled where ringkv runs (compiled.py), called by native.py. Arrays are contiguous. Loops are written for the
- * compiler to make vectors of. Work is split in parts of a fixed size, so no result depends on the number of threads
- * or on another lane. */
-#include <math.h>
-#include <omp.h>
-#include <stdint.h>
-#include <string.h>
+/* A decode step: what every layer repeats. */
+#include "common.h"
 
 #define PART 64                     /* slots that one part of attention covers */
 #define HEADS 8                     /* query heads that it works on at once */
 #define AHEAD 16                    /* slots that its reads run ahead of their use */
 #define CACHE_LINE 16               /* floats */
 #define WORTH_THREADS (1 << 13)     /* numbers; waking threads for fewer takes longer than it saves */
-#define INLINE static inline __attribute__((always_inline))
 
 /* One layer of the ring: see LayerRing in layer.py. group = query heads a KV head. */
 typedef struct {
@@ -24,25 +16,6 @@ typedef struct {
     const uint8_t *active;
     int64_t lanes, kv_heads, group, slots, window, d;
 } Ring;
-
-/* e^x to about an ulp, in a form that becomes vectors. NaN stays NaN. */
-INLINE float exponential(float x) {
-    x = x < -88 ? -88 : x > 89 ? 89 : x; /* where the power of two below is already 0 or infinite */
-    const float n = rintf(x * 1.44269504f);
-    const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f; /* ln 2 in two parts: n times the first is exact */
-    float p = 1.0f / 5040;
-    p = p * r + 1.0f / 720;
-    p = p * r + 1.0f / 120;
-    p = p * r + 1.0f / 24;
-    p = p * r + 1.0f / 6;
-    p = p * r + 0.5f;
-    p = p * (r * r) + r + 1;
-    const union {
-        int32_t bits;
-        float value;
-    } power = {((int32_t)n + 127) << 23};
-    return p * power.value;
-}
 
 INLINE float inverse_rms(const float *x, int64_t n, float eps) {
     float squares = 0;
@@ -233,104 +206,4 @@ void attend(const float *qkv, const float *q_norm, const float *k_norm, const fl
     float *queries = scratch;
     append(qkv, q_norm, k_norm, cosine, sine, queries, ring, eps);
     decode_attention(queries, out, ring, scale, queries + ring->lanes * ring->kv_heads * ring->group * ring->d, threads);
-}
-
-#define DIGIT 10 /* bits of a probability that one pass of a search looks at; three passes see all */
-
-/* 1 where they are counted, else a probability in units of 2^-40: sums of integers do not depend on their order. */
-INLINE int64_t weight_of(float p, int counted) { return counted ? 1 : (int64_t)(p * 0x1p40f); }
-
-INLINE int32_t bits_of(float p) {
-    int32_t bits;
-    memcpy(&bits, &p, sizeof bits); /* floats that are not negative order as their bits do */
-    return bits;
-}
-
-/* Leave of p [n], probabilities, the smallest set of largest whose weight reaches wanted, ties to the lower id; zero the
- * rest. */
-INLINE void keep_largest(float *p, int64_t n, int counted, int64_t wanted) {
-    int32_t last = 0;
-    for (int shift = 2 * DIGIT; shift >= 0; shift -= DIGIT) {
-        int64_t histogram[1 << DIGIT] = {0};
-        for (int64_t i = 0; i < n; i++) {
-            const int32_t key = bits_of(p[i]);
-            if (key >> shift >> DIGIT == last) histogram[key >> shift & ((1 << DIGIT) - 1)] += weight_of(p[i], counted);
-        }
-        int32_t digit = (1 << DIGIT) - 1;
-        for (; digit > 0 && histogram[digit] < wanted; digit--) wanted -= histogram[digit];
-        last = last << DIGIT | digit;
-    }
-    for (int64_t i = 0; i < n; i++) {
-        const int32_t key = bits_of(p[i]);
-        if (key > last) continue;
-        if (key == last && wanted > 0) wanted -= weight_of(p[i], counted);
-        else p[i] = 0;
-    }
-}
-
-/* See sample.sample; p [n] is scratch. */
-static int64_t sample_row(const float *logits, int64_t n, float temperature, int64_t top_k, float top_p, float min_p,
-                          float uniform, float *p) {
-    float top = -INFINITY;
-    int wrong = 0;
-#pragma omp simd reduction(max : top) reduction(| : wrong)
-    for (int64_t i = 0; i < n; i++) {
-        top = logits[i] > top ? logits[i] : top;
-        wrong |= !(logits[i] < INFINITY);
-    }
-    if (wrong || top == -INFINITY) return -1;
-    if (temperature == 0) {
-        int64_t at = 0;
-        while (logits[at] != top) at++;
-        return at;
-    }
-    double total = 0;
-#pragma omp simd reduction(+ : total)
-    for (int64_t i = 0; i < n; i++) {
-        p[i] = exponential((logits[i] - top) / temperature);
-        total += p[i];
-    }
-    float scale = (float)(1 / total), most = 0;
-    for (int64_t i = 0; i < n; i++) p[i] *= scale;
-    if (top_k > 0 && top_k < n) {
-        keep_largest(p, n, 1, top_k);
-        total = 0;
-#pragma omp simd reduction(+ : total)
-        for (int64_t i = 0; i < n; i++) total += p[i];
-        scale = (float)(1 / total);
-        for (int64_t i = 0; i < n; i++) p[i] *= scale;
-    }
-    int64_t all = 0;
-#pragma omp simd reduction(+ : all) reduction(max : most)
-    for (int64_t i = 0; i < n; i++) {
-        all += weight_of(p[i], 0);
-        most = p[i] > most ? p[i] : most;
-    }
-    if (top_p < 1) {
-        const int64_t wanted = (int64_t)ceil((double)top_p * (double)all);
-        keep_largest(p, n, 0, wanted > 1 ? wanted : 1);
-    }
-    all = 0;
-#pragma omp simd reduction(+ : all)
-    for (int64_t i = 0; i < n; i++) {
-        p[i] = p[i] >= min_p * most ? p[i] : 0;
-        all += weight_of(p[i], 0);
-    }
-    int64_t target = (int64_t)((double)uniform * (double)all), at = 0;
-    while (at < n - 1 && (target -= weight_of(p[at], 0)) >= 0) at++;
-    return at;
-}
-
-/* token [rows] from logits, whose rows lie stride apart; the filters may be NULL, without a temperature it is argmax.
- * scratch: n floats a thread. */
-void sample(const float *logits, int64_t *token, int64_t rows, int64_t n, int64_t stride, const float *temperature,
-            const int64_t *top_k, const float *top_p, const float *min_p, const float *uniform, float greedy_below,
-            float *scratch, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 1)
-    for (int64_t row = 0; row < rows; row++) {
-        const int greedy = !temperature || temperature[row] < greedy_below;
-        token[row] = sample_row(logits + row * stride, n, greedy ? 0 : temperature[row], top_k ? top_k[row] : 0,
-                                top_p ? top_p[row] : 1, min_p ? min_p[row] : 0, greedy ? 0 : uniform[row],
-                                scratch + omp_get_thread_num() * n);
-    }
 }
