@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
+HASH_BYTES = 32
 
 
 class CannotCompile(Exception):
@@ -36,29 +37,32 @@ def load(folder: Path) -> ctypes.CDLL:
     key = hashlib.sha256("\0".join((*texts.values(), target, str(threads), *FLAGS)).encode()).hexdigest()
     cache = _cache()
     kept = None if cache is None else cache / f"{key[:20]}.so"
-    if kept is not None and kept.exists():
+    if kept is not None and _is_whole(kept):
         try:
             return ctypes.CDLL(str(kept))
         except OSError:
-            pass  # torn, or not to be executed from there: made again
-    with tempfile.TemporaryDirectory(prefix="ringkv-") as place:
-        sources = {path: f"{place}/{path.stem}.o" for path in texts if path.suffix == ".c"}
-        for path, part in sources.items():
-            _run([*compiler, *FLAGS, "-c", str(path), "-o", part])
-        made = Path(place, "whole.so")
-        _run([*compiler, "-shared", *sources.values(), str(threads), "-lm", "-o", str(made)])
-        try:
+            pass  # not to be executed from there
+    try:
+        with tempfile.TemporaryDirectory(prefix="ringkv-") as place:
+            sources = {path: f"{place}/{path.stem}.o" for path in texts if path.suffix == ".c"}
+            for path, part in sources.items():
+                _run([*compiler, *FLAGS, "-c", str(path), "-o", part])
+            made = Path(place, "whole.so")
+            _run([*compiler, "-shared", *sources.values(), str(threads), "-lm", "-o", str(made)])
             library = ctypes.CDLL(str(made))  # stays when the folder goes
-        except OSError as error:
-            raise CannotCompile(f"what was compiled cannot be loaded: {error}") from error
-        if kept is not None:
-            _keep(made, kept)
-    return library
+            if kept is not None:
+                _keep(made, kept)
+            return library
+    except OSError as error:
+        raise CannotCompile(f"what is compiled cannot be written or loaded: {error}") from error
 
 
 def _compiler() -> list[str]:
     """The command in CC, or the first that is found."""
-    named = shlex.split(os.environ.get("CC", ""))
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise CannotCompile(f"CC is no command: {error}") from error
     found = [command for command in ([named[0]] if named else ["cc", "gcc", "clang"]) if shutil.which(command)]
     if not found:
         raise CannotCompile(f"CC names {named[0]}, which is not there" if named else "there is no cc, gcc or clang")
@@ -90,19 +94,33 @@ def _cache() -> Path | None:
 
 
 def _keep(made: Path, kept: Path) -> None:
-    """Copy it to the cache, where it appears in one piece, if the cache can be written."""
+    """Copy it to the cache, where it appears in one piece, if the cache can be written. Its hash ends it."""
     try:
+        data = made.read_bytes()
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-            os.replace(shutil.copy(made, folder), kept)
+            copy = Path(folder, kept.name)
+            copy.write_bytes(data + hashlib.sha256(data).digest())
+            os.replace(copy, kept)
     except OSError:
         return
+
+
+def _is_whole(kept: Path) -> bool:
+    """Whether a file of the cache is there, and as it was written: to load a torn one can end the process."""
+    try:
+        data = kept.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(data[:-HASH_BYTES]).digest() == data[-HASH_BYTES:]
 
 
 def _run(command: list[str]) -> str:
     """What a command prints."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=120, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotCompile(f"{command[0]} does not run: {error}") from error
     if done.returncode:
