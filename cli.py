@@ -155,6 +155,8 @@ def score(
     json: Annotated[bool, flag("Print a JSON object.", OUTPUT, "--json")] = False,
 ) -> None:
     """Log-likelihood of a text under the ring: fed token by token, evicting as generation does."""
+    from ringkv.engine.report import describe_engine
+
     text = read_text(None if file != "-" else file, None if file == "-" else Path(file), "FILE")
     with options.engine(1) as engine:
         ids = engine.encode(text)
@@ -166,7 +168,7 @@ def score(
             "log_likelihood": total,
             "nll_per_token": -total / count,
             "perplexity": math.exp(min(700.0, -total / count)),
-            "model": engine.name,
+            **describe_engine(engine),
             "ring": {"budget": engine.ring.config.budget, "window": engine.ring.config.window},
             "policy": engine.ring.policy.name,
         }

@@ -234,10 +234,11 @@ def test_a_file_of_prompts(tiny, tmp_path):
 
 def test_score(tiny, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 3)
-    code, out, _ = run("score", tmp_path / "text.txt", "-m", tiny, *TINY, "--json")
+    code, out, _ = run("score", tmp_path / "text.txt", "-m", tiny, *TINY, "--backend", "torch", "--json")
     scored = json.loads(out)
     assert code == 0
     assert scored["tokens"] == 135
+    assert (scored["backend"], scored["dtype"]["compute"]) == ("torch", "float32")
     assert scored["log_likelihood"] == pytest.approx(-scored["nll_per_token"] * 134)
     code, full, _ = run("score", tmp_path / "text.txt", "-m", tiny, "--budget", 200, "--policy", "full", "--json")
     assert json.loads(full)["nll_per_token"] != scored["nll_per_token"]
