@@ -200,7 +200,7 @@ class Ring:
         """The pairs marked in bool [L, B], in groups that hold equally many tokens and fit the scratch."""
         if not due.any():  # nearly always, and every step comes here
             return
-        # Bytes at once of a live token: order, position, range, priority, noise, on the torch path sorts; or attention
+        # Bytes at once of a live token: order, position, range, priority, noise, without Triton sorts; or attention
         # of the head group. A larger group is fewer launches.
         token = max(80 if path_of(self.k) == "triton" else 160, 32 + 8 * self.heads // self.kv_heads)
         size = max(1, SCRATCH_BYTES // (self.kv_heads * self.config.capacity * token))

@@ -28,7 +28,7 @@ def append(
         angles: of position ``ring.seen``, [B, D/2].
         ring: the layer. Nothing of a lane that is not active is written.
         at: where to write. The twin needs it, and writes keys and values alone: position marks come before all layers
-            and ``record`` after them, since one write then serves all. The kernel needs neither.
+            and ``record`` after them, since one write then serves all. No kernel needs it.
 
     Returns:
         [B, Hq, D] after norm and RoPE; undefined for a lane that is not active.

@@ -21,7 +21,7 @@ def decode_attention(q: Tensor, ring: LayerRing, at: Places | None) -> Tensor:
         q: [B, Hq, D], after norm and RoPE.
         ring: the layer, this step's token written, not yet counted.
         at: its spans are what the twin slices each lane to, so that what it computes does not depend on its
-            neighbours. The kernel works them out from ``count`` and ``evictions``.
+            neighbours. Kernels work them out from ``count`` and ``evictions``.
 
     Returns:
         [B, Hq, D]; zeros for an idle lane.

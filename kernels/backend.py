@@ -96,7 +96,7 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
             raise RingkvError(f"backend: 'native' needs a C compiler with OpenMP: {missing}")
     if backend == "triton":
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise RingkvError("backend: 'triton' needs a GPU, the device is cpu; accepted are auto and torch")
+            raise RingkvError("backend: 'triton' needs a GPU, the device is cpu; accepted are auto, torch and native")
         if dtype == torch.float64:
             raise RingkvError("backend: 'triton' computes in float32, float16 and bfloat16, not in float64")
         if not _installed():

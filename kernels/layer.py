@@ -60,7 +60,7 @@ class LayerRing:
 
 @dataclass
 class Places:
-    """Where a step writes in one layer: worked out for all layers at once on the torch path. A kernel looks it up.
+    """Where a step writes in one layer: worked out for all layers at once on the torch path. Kernels look it up.
 
     Attributes:
         rows: int64 [b * H], for the b running lanes the row (lane * H + head) * S + slot that each head writes.

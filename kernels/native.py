@@ -1,4 +1,4 @@
-"""The operations of a decode step on a CPU as compiled C (``c/``), where there is a compiler.
+"""What a CPU runs as compiled C (``c/``), where there is a compiler: a step, the draw, the attention of a prompt.
 
 A launcher that has the name of a torch twin has its signature. They take float32 tensors.
 """
