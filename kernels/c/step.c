@@ -18,10 +18,10 @@ typedef struct {
 } Ring;
 
 INLINE float inverse_rms(const float *x, int64_t n, float eps) {
-    float squares = 0;
+    double squares = 0;
 #pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < n; i++) squares += x[i] * x[i];
-    return 1 / sqrtf(squares / (float)n + eps);
+    for (int64_t i = 0; i < n; i++) squares += (double)x[i] * x[i];
+    return 1 / sqrtf((float)(squares / (double)n) + eps);
 }
 
 /* x += delta, unless that is NULL; out = the RMSNorm of x. */
