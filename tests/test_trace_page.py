@@ -145,7 +145,7 @@ def test_texts_without_measure_are_cut():
     assert page.spans[3][1].endswith("x\u2026")
 
 
-def test_a_wheel_ships_what_the_page_is_made_of(tmp_path):
+def test_a_wheel_ships_what_is_not_python(tmp_path):
     """Built in a copy, since building leaves its traces in the tree."""
     root = Path(__file__).parents[1]
     copy = tmp_path / "copy"
@@ -157,4 +157,5 @@ def test_a_wheel_ships_what_the_page_is_made_of(tmp_path):
     (wheel,) = (copy / "out").glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"ringkv/assets/trace.{kind}" for kind in ("html", "css", "js")} < names
+    assert {f"ringkv/kernels/c/{path.name}" for path in (root / "kernels" / "c").iterdir()} < names
     assert "ringkv/trace_page.py" in names
