@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,17 +32,24 @@ def load(folder: Path) -> ctypes.CDLL:
     Raises:
         CannotCompile: no compiler, one that fails, or no way to share torch's threads.
     """
-    compiler, threads = _compiler(), _openmp()
+    threads, reasons = _openmp(), []
+    for compiler in _compilers():
+        try:
+            return _load(folder, compiler, threads)
+        except CannotCompile as error:
+            reasons.append(str(error))
+    raise CannotCompile("; ".join(reasons))
+
+
+def _load(folder: Path, compiler: list[str], threads: Path) -> ctypes.CDLL:
     target = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c", os.devnull])  # its version, and what the processor has
     texts = {path: path.read_text() for path in sorted(folder.glob("*.[ch]"))}
     key = hashlib.sha256("\0".join((*texts.values(), target, str(threads), *FLAGS)).encode()).hexdigest()
     cache = _cache()
     kept = None if cache is None else cache / f"{key[:20]}.so"
     if kept is not None and _is_whole(kept):
-        try:
+        with suppress(OSError):  # not to be executed from there
             return ctypes.CDLL(str(kept))
-        except OSError:
-            pass  # not to be executed from there
     try:
         with tempfile.TemporaryDirectory(prefix="ringkv-") as place:
             sources = {path: f"{place}/{path.stem}.o" for path in texts if path.suffix == ".c"}
@@ -49,24 +57,28 @@ def load(folder: Path) -> ctypes.CDLL:
                 _run([*compiler, *FLAGS, "-c", str(path), "-o", part])
             made = Path(place, "whole.so")
             _run([*compiler, "-shared", *sources.values(), str(threads), "-lm", "-o", str(made)])
-            library = ctypes.CDLL(str(made))  # stays when the folder goes
-            if kept is not None:
-                _keep(made, kept)
-            return library
+            is_kept = kept is not None and _keep(made, kept)
+            try:
+                return ctypes.CDLL(str(made))  # stays when the folder goes
+            except OSError:  # where temporary files are, nothing may be executed
+                if not is_kept:
+                    raise
+                return ctypes.CDLL(str(kept))
     except OSError as error:
         raise CannotCompile(f"what is compiled cannot be written or loaded: {error}") from error
 
 
-def _compiler() -> list[str]:
-    """The command in CC, or the first that is found."""
+def _compilers() -> list[list[str]]:
+    """The command in CC, or what is found: the first may be one whose threads are not torch's."""
     try:
         named = shlex.split(os.environ.get("CC", ""))
     except ValueError as error:
         raise CannotCompile(f"CC is no command: {error}") from error
-    found = [command for command in ([named[0]] if named else ["cc", "gcc", "clang"]) if shutil.which(command)]
+    known = [named] if named else [["cc"], ["gcc"], ["clang"]]
+    found = [command for command in known if shutil.which(command[0])]
     if not found:
         raise CannotCompile(f"CC names {named[0]}, which is not there" if named else "there is no cc, gcc or clang")
-    return named or found[:1]
+    return found
 
 
 def _openmp() -> Path:
@@ -93,8 +105,8 @@ def _cache() -> Path | None:
         return None
 
 
-def _keep(made: Path, kept: Path) -> None:
-    """Copy it to the cache, where it appears in one piece, if the cache can be written. Its hash ends it."""
+def _keep(made: Path, kept: Path) -> bool:
+    """Copy it to the cache, where it appears in one piece, its hash at its end; whether the cache can be written."""
     try:
         data = made.read_bytes()
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -103,7 +115,8 @@ def _keep(made: Path, kept: Path) -> None:
             copy.write_bytes(data + hashlib.sha256(data).digest())
             os.replace(copy, kept)
     except OSError:
-        return
+        return False
+    return True
 
 
 def _is_whole(kept: Path) -> bool:

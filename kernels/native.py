@@ -56,7 +56,7 @@ _RING = ctypes.POINTER(RingPointers)
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "add_rms_norm": ([_POINTER] * 4 + [_LONG, _LONG, _FLOAT, _INT], None),
     "silu_mul": ([_POINTER, _POINTER, _LONG, _LONG, _INT], None),
-    "attend": ([_POINTER] * 6 + [_RING, _FLOAT, _FLOAT, _POINTER, _INT], None),
+    "attend": ([_POINTER] * 6 + [_RING, _FLOAT, _FLOAT, _POINTER, _INT], _INT),
     "scratch_size": ([_RING], _LONG),
     "causal_attention": ([_POINTER, _LONG] * 3 + [_POINTER] + [_LONG] * 4 + [_FLOAT, _POINTER, _INT], None),
     "causal_scratch": ([_LONG, _LONG], _LONG),
@@ -105,7 +105,7 @@ def attend(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles:
     own: NativeRing = ring.native
     out, scratch = qkv.new_empty(len(qkv), own.width), qkv.new_empty(own.scratch_size)
     q_norm, k_norm = (None, None) if norms is None else (_pointer(norms[0]), _pointer(norms[1]))
-    library().attend(
+    written = library().attend(
         _pointer(qkv),
         q_norm,
         k_norm,
@@ -118,6 +118,7 @@ def attend(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles:
         scratch.data_ptr(),
         torch.get_num_threads(),
     )
+    assert written, "a lane is full"
     return out
 
 

@@ -200,10 +200,14 @@ int64_t scratch_size(const Ring *ring) {
     return ring->lanes * ring->kv_heads * ring->group * (ring->d + parts * (ring->d + 2));
 }
 
-/* A step in one layer: write the token, attend to what is live. out [lanes, heads, d]. */
-void attend(const float *qkv, const float *q_norm, const float *k_norm, const float *cosine, const float *sine,
+/* A step in one layer: write the token, attend to what is live. out [lanes, heads, d]. 0, and nothing is written, where an
+ * active lane has no free slot. */
+int attend(const float *qkv, const float *q_norm, const float *k_norm, const float *cosine, const float *sine,
             float *out, const Ring *ring, float eps, float scale, float *scratch, int threads) {
+    for (int64_t lane = 0; lane < ring->lanes; lane++)
+        if (ring->active[lane] && ring->count[lane] >= ring->slots) return 0;
     float *queries = scratch;
     append(qkv, q_norm, k_norm, cosine, sine, queries, ring, eps);
     decode_attention(queries, out, ring, scale, queries + ring->lanes * ring->kv_heads * ring->group * ring->d, threads);
+    return 1;
 }

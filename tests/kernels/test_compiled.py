@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -56,10 +57,11 @@ def test_compiles_once(source, runs, tmp_path):
 
 
 @pytest.mark.usefixtures("compiled")
-def test_a_torn_file_is_made_again(source, runs, tmp_path):
+@pytest.mark.parametrize("end", [0, 100, -1])
+def test_a_torn_file_is_made_again(end, source, runs, tmp_path):
     load(source.parent)
     torn = kept(tmp_path)[1]
-    torn.write_bytes(torn.read_bytes()[:100])
+    torn.write_bytes(torn.read_bytes()[:end])
     assert load(source.parent).answer() == 42
     assert len(runs) == 4
     assert load(source.parent).answer() == 42
@@ -85,6 +87,7 @@ def test_where_nothing_can_be_kept_it_still_compiles(where, source, runs, tmp_pa
     [
         ({"PATH": "/nonexistent"}, "there is no cc, gcc or clang"),
         ({"CC": "no-such-compiler -m64"}, "CC names no-such-compiler, which is not there"),
+        ({"CC": "'cc"}, "CC is no command: No closing quotation"),
         ({"CC": "false"}, "false fails: it does not say why"),
     ],
 )
@@ -93,6 +96,25 @@ def test_says_why_it_cannot(setting, message, source, monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(CannotCompile, match=re.escape(message)):
         load(source.parent)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_nowhere_to_compile(source, monkeypatch):
+    monkeypatch.setattr(
+        compiled.tempfile, "TemporaryDirectory", lambda **_: (_ for _ in ()).throw(OSError("no folder"))
+    )
+    with pytest.raises(CannotCompile, match="no folder"):
+        load(source.parent)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_cache_that_may_not_be_read(source, monkeypatch):
+    def refused(self):
+        raise PermissionError(13, "Permission denied")
+
+    for method in ("read_bytes", "exists"):
+        monkeypatch.setattr(Path, method, refused)
+    assert load(source.parent).answer() == 42
 
 
 @pytest.mark.usefixtures("compiled")
@@ -132,3 +154,35 @@ library()
 assert find() == before, (before, find())
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/", env=dict(os.environ))
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("refuses", ["cache", "temporary"])
+def test_one_of_two_folders_may_be_one_that_executes_nothing(refuses, source, runs, tmp_path, monkeypatch):
+    opened = compiled.ctypes.CDLL
+
+    def cdll(path):
+        if path.startswith(str(tmp_path / "cache")) == (refuses == "cache"):
+            raise OSError("failed to map segment")
+        return opened(path)
+
+    monkeypatch.setattr(compiled.ctypes, "CDLL", cdll)
+    for _ in range(2):
+        assert load(source.parent).answer() == 42
+    assert len(runs) == (4 if refuses == "cache" else 2)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_the_next_compiler_is_tried(source, tmp_path, monkeypatch):
+    """The first may be one whose threads are not torch's."""
+    (tmp_path / "bin").mkdir()
+    for name, line in (("cc", "exit 1"), ("gcc", f'exec {shutil.which("cc")} "$@"')):
+        script = tmp_path / "bin" / name
+        script.write_text(f"#!/bin/sh\n{line}\n")
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert load(source.parent).answer() == 42
+    (tmp_path / "bin" / "gcc").write_text("#!/bin/sh\nexit 1\n")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(CannotCompile, match="cc fails: it does not say why; gcc fails: it does not say why"):
+        load(source.parent)

@@ -319,6 +319,16 @@ def test_silu_mul_number_by_number():
     assert ((out.double() - exact).abs() <= 4 * ulp(exact, torch.float32)).all()
 
 
+def test_a_full_lane_is_refused():
+    """The next slot would lie behind its storage."""
+    ring = layer(2, 1, 3, 64, 16, 4, torch.float32)
+    ring.count[1] = 64
+    with pytest.raises(AssertionError, match="full"):
+        compiled_step(inputs(ring, 3), ring)
+    ring.active[1] = False
+    compiled_step(inputs(ring, 3), ring)
+
+
 def test_writes_into_the_storage_itself_and_in_its_type():
     """A copy (`.contiguous()`) would lose the write, another type would be misread: such a tensor is refused."""
     ring = layer(2, 2, 3, 63, 64, 5, torch.float32)
