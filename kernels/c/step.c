@@ -203,7 +203,7 @@ int64_t scratch_size(const Ring *ring) {
 /* A step in one layer: write the token, attend to what is live. out [lanes, heads, d]. 0, and nothing is written, where an
  * active lane has no free slot. */
 int attend(const float *qkv, const float *q_norm, const float *k_norm, const float *cosine, const float *sine,
-            float *out, const Ring *ring, float eps, float scale, float *scratch, int threads) {
+           float *out, const Ring *ring, float eps, float scale, float *scratch, int threads) {
     for (int64_t lane = 0; lane < ring->lanes; lane++)
         if (ring->active[lane] && ring->count[lane] >= ring->slots) return 0;
     float *queries = scratch;
