@@ -313,10 +313,21 @@ def test_draws_are_the_twins(width, rounded):
             assert torch.equal(token, twin)
 
 
+def test_draws_on_threads_are_those_of_one():
+    """Rows long enough for threads to work at once, each in memory of its own."""
+    logits, filters = draw(4, 50_000), Filters(torch.ones(4), top_p=torch.full((4,), 0.9))
+    before, results = torch.get_num_threads(), []
+    for count in (1, 2, 4):
+        torch.set_num_threads(count)
+        results.append([native.sample(logits, filters, torch.full((4,), u)) for u in (0.1, 0.5, 0.9)])
+    torch.set_num_threads(before)
+    assert len({tuple(torch.cat(each).tolist()) for each in results}) == 1
+
+
 def test_silu_mul_number_by_number():
     gate = torch.cat((torch.linspace(-87, 87, 1000), torch.tensor([-3e38, -1e4, -200, 200, 3e38])))
     out, exact = native.silu_mul(torch.cat((gate, torch.ones_like(gate)))[None])[0], silu(gate.double())
-    assert ((out.double() - exact).abs() <= 4 * ulp(exact, torch.float32)).all()
+    assert ((out.double() - exact).abs() <= 1.75 * ulp(exact, torch.float32)).all()
 
 
 def test_a_full_lane_is_refused():

@@ -85,8 +85,8 @@ def test_ties_go_to_the_lower_id():
         drawn = {sample(row, filters(1.0, top_k=k), torch.tensor([u])).item() for u in torch.linspace(0.01, 0.99, 50)}
         assert drawn == set(range(k))
     assert sample(row, None, None).item() == 0
-    greedy_and_not = Filters(torch.tensor([0.0, 1.0]))
-    assert sample(row.expand(2, -1), greedy_and_not, torch.tensor([0.9, 0.9])).tolist() == [0, 7]
+    greedy_and_not = Filters(torch.tensor([0.0, 9e-6, 1.0]))
+    assert sample(row.expand(3, -1), greedy_and_not, torch.tensor([0.9] * 3)).tolist() == [0, 0, 7]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-4, 100.0])
