@@ -134,9 +134,10 @@ INLINE void attend_part(const float *q, const float *k, const float *v, const in
         float most = -INFINITY, total = 0;
 #pragma omp simd reduction(max : most)
         for (int64_t at = 0; at < count; at++) most = weight[head][at] > most ? weight[head][at] : most;
+        const float least = most == -INFINITY ? 0 : most; /* products may overflow below */
 #pragma omp simd reduction(+ : total)
         for (int64_t at = 0; at < count; at++) {
-            weight[head][at] = exponential((weight[head][at] - most) * scale);
+            weight[head][at] = exponential((weight[head][at] - least) * scale);
             total += weight[head][at];
         }
         stats[2 * head] = most;

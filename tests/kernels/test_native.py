@@ -330,6 +330,23 @@ def test_silu_mul_number_by_number():
     assert ((out.double() - exact).abs() <= 1.75 * ulp(exact, torch.float32)).all()
 
 
+def test_products_may_overflow_below():
+    """Of a whole part: those keys weigh nothing beside the others."""
+    ring = layer(1, 1, 1, 128, 16, 4, torch.float32)
+    ring = replace(
+        ring, k=torch.zeros_like(ring.k), position=torch.arange(128, dtype=torch.int32).expand(1, 1, -1).clone()
+    )
+    ring.k[:, :, :64, 0] = -1e38
+    args = inputs(ring, 1)
+    args[0][:, :16] = 1e3
+    args[0][:, 16:32] = 0
+    angles = Angles(torch.ones(1, 8), torch.zeros(1, 8))
+    out, _ = compiled_step((*args[:3], angles), ring)
+    twin, _ = by_twins((*args[:3], angles), ring)
+    assert out.isfinite().all()
+    assert torch.allclose(out, twin, rtol=0, atol=1e-5)
+
+
 def test_a_full_lane_is_refused():
     """The next slot would lie behind its storage."""
     ring = layer(2, 1, 3, 64, 16, 4, torch.float32)
