@@ -8,11 +8,8 @@
 /* 1 where they are counted, else a probability in units of 2^-40: sums of integers do not depend on their order. */
 INLINE int64_t weight_of(float p, int counted) { return counted ? 1 : (int64_t)(p * 0x1p40f); }
 
-INLINE int32_t bits_of(float p) {
-    int32_t bits;
-    memcpy(&bits, &p, sizeof bits); /* floats that are not negative order as their bits do */
-    return bits;
-}
+/* Floats that are not negative order as their bits do. */
+INLINE int32_t key_of(float p) { return (int32_t)((const bits){p}).pattern; }
 
 /* Leave of p [n], probabilities, the smallest set of largest whose weight reaches wanted, ties to the lower id; zero the
  * rest. */
@@ -21,7 +18,7 @@ INLINE void keep_largest(float *p, int64_t n, int counted, int64_t wanted) {
     for (int shift = 2 * DIGIT; shift >= 0; shift -= DIGIT) {
         int64_t histogram[1 << DIGIT] = {0};
         for (int64_t i = 0; i < n; i++) {
-            const int32_t key = bits_of(p[i]);
+            const int32_t key = key_of(p[i]);
             if (key >> shift >> DIGIT == last) histogram[key >> shift & ((1 << DIGIT) - 1)] += weight_of(p[i], counted);
         }
         int32_t digit = (1 << DIGIT) - 1;
@@ -29,7 +26,7 @@ INLINE void keep_largest(float *p, int64_t n, int counted, int64_t wanted) {
         last = last << DIGIT | digit;
     }
     for (int64_t i = 0; i < n; i++) {
-        const int32_t key = bits_of(p[i]);
+        const int32_t key = key_of(p[i]);
         if (key > last) continue;
         if (key == last && wanted > 0) wanted -= weight_of(p[i], counted);
         else p[i] = 0;
