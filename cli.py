@@ -121,8 +121,12 @@ def _run_file(
     options: Options, params: SamplingParams, input: str, output: str, retry_errors: bool, lanes: Any
 ) -> None:
     """Generate from a file of prompts; the exit code says whether rows failed, or what ended the run."""
+    import torch
+
     from ringkv.console import job_progress, job_summary
     from ringkv.engine.jobs import Job
+    from ringkv.engine.loading import place_of
+    from ringkv.kernels.backend import resolve
 
     if options.system is not None:
         raise RingkvError("--system: it goes with one prompt; in a file of prompts give rows with messages")
@@ -130,7 +134,9 @@ def _run_file(
         if value == "auto":
             why = "with --input it would hang on the memory that is free when a run is resumed"
             raise RingkvError(f"{name} = 'auto': {why}; accepted is an int >= 1")
-    settings = dataclasses.asdict(options) | {"lanes": lanes}
+    # What "auto" is here: a run that is resumed where the compiler or the GPU is gone would write other tokens.
+    backend = resolve(options.backend, place_of(options.device), torch.float32)
+    settings = dataclasses.asdict(options) | {"lanes": lanes, "backend": backend}
     for name in ("seed", "stats", "quiet", "debug", "threads", *SAMPLING_FIELDS):
         settings.pop(name, None)
     with Job(input, output, params, settings, retry_errors=retry_errors) as job:

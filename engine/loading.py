@@ -40,6 +40,22 @@ def placed(config: ModelConfig, device: str, dtype: str) -> tuple[torch.device, 
     Raises:
         RingkvError: a device or a type that is not there.
     """
+    place = place_of(device)
+    packable = place.type == "cpu" and config.moe is None and can_pack()
+    if dtype == "auto":
+        dtype = config.dtype if place.type == "cuda" else "float16" if packable else "float32"
+    if dtype not in DTYPES:
+        raise RingkvError.bad("dtype", dtype, f"auto, {', '.join(DTYPES)}")
+    packs = dtype == "float16" and packable
+    return place, torch.float32 if packs else DTYPES[dtype], packs
+
+
+def place_of(device: str) -> torch.device:
+    """Where a model runs.
+
+    Raises:
+        RingkvError: a device that is not there.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -50,10 +66,4 @@ def placed(config: ModelConfig, device: str, dtype: str) -> tuple[torch.device, 
         raise RingkvError.bad(
             "device", device, "auto, cpu" + (", cuda" if torch.cuda.is_available() else " (no GPU is found)")
         )
-    packable = place.type == "cpu" and config.moe is None and can_pack()
-    if dtype == "auto":
-        dtype = config.dtype if place.type == "cuda" else "float16" if packable else "float32"
-    if dtype not in DTYPES:
-        raise RingkvError.bad("dtype", dtype, f"auto, {', '.join(DTYPES)}")
-    packs = dtype == "float16" and packable
-    return place, torch.float32 if packs else DTYPES[dtype], packs
+    return place

@@ -165,6 +165,25 @@ def test_a_file_of_prompts_wants_sizes_that_a_resumed_run_has_too(tiny, tmp_path
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.usefixtures("compiled")
+def test_a_file_of_prompts_is_not_resumed_without_the_compiler_that_it_was_begun_with(tiny, tmp_path, monkeypatch):
+    """Another path rounds in another way: from some token on the text may be another."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    out = tmp_path / "out.jsonl"
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(out), "--max-tokens", "3", "--quiet"]
+    assert CliRunner().invoke(app, ["generate", *files, "-m", str(tiny)]).exit_code == 0
+    before = out.read_bytes()
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Ho"}\n')
+    monkeypatch.setattr(backend, "_not_compiled", lambda: "the compiler is gone")
+    done = CliRunner().invoke(app, ["generate", *files, "-m", str(tiny)])
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert 'backend was "native", now it is "torch"' in done.stderr
+    assert out.read_bytes() == before
+    monkeypatch.undo()
+    assert CliRunner().invoke(app, ["generate", *files, "-m", str(tiny), "--backend", "native"]).exit_code == 0
+    assert out.read_bytes().startswith(before)
+
+
 def test_what_nobody_expected_is_one_line_too(tiny, monkeypatch):
     monkeypatch.setattr("ringkv.options.Options.engine", lambda *_: 1 / 0)
     done = CliRunner().invoke(app, ["generate", "Hi", "-m", str(tiny)])
