@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,15 @@ def cpu_path(request: pytest.FixtureRequest) -> str:
     if request.param == "native":
         request.getfixturevalue("compiled")
     return request.param
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """So many threads of torch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 def _save(folder: Path, family: str, dtype: str, seed: int, shard_size: str, config: dict[str, Any]) -> None:
