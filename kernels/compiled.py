@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
-HASH_BYTES = 32
+HASH_BYTES = hashlib.sha256().digest_size
 
 
 class CannotCompile(Exception):

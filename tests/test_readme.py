@@ -85,4 +85,4 @@ def test_the_picture_is_made_by_its_commands(tmp_path):
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
 def test_python(code, tmp_path):
-    run([sys.executable, "-c", code], tmp_path)
+    assert run([sys.executable, "-c", code], tmp_path).returncode == 0

@@ -14,6 +14,7 @@ from ringkv.engine.plan import LiveBytes, Planner, free_memory, parse_size, sett
 from ringkv.engine.policies import POLICIES
 from ringkv.engine.sampling import Sampler
 from ringkv.engine.steering import Steering
+from ringkv.kernels.backend import use
 from ringkv.models.config import MoeConfig
 from ringkv.models.decoder import Decoder
 from ringkv.models.linear import can_pack
@@ -96,14 +97,14 @@ def test_the_prefill_peak_bounds_what_a_prefill_keeps_alive(policy, dtype, n):
 @pytest.mark.parametrize("retention", ["all", "refreekv"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_prefill_peak_of_every_policy_and_shape(decoders, shape, policy, retention):
+def test_the_prefill_peak_of_every_policy_and_shape(decoders, shape, policy, retention, cpu_path):
     if policy == "full" and retention != "all":
         retention = None
     ring = RingConfig(500 if policy == "full" else 256, 64, policy, retention)
     planned = Planner(SHAPES[shape], torch.float32, prompt=400).prefill_bytes(ring)
     with Engine(decoders[shape], ring=ring) as engine:
         engine.ring.reset(0, seed=0)
-        with LiveBytes() as live:
+        with use(cpu_path), LiveBytes() as live:
             engine._runner.prefill(0, torch.randint(0, 4096, (400,)).tolist())
     assert live.peak <= planned <= 1.15 * live.peak
 

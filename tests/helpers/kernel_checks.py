@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringkv.kernels.backend import use
 from ringkv.kernels.layer import LayerRing, Places, places
+from ringkv.kernels.norm import add_rms_norm
 from ringkv.kernels.rotate import Angles
 
 SLOTS, GROUPS, DIMS, DTYPES = (63, 100, 111, 1000), (1, 3, 7, 8), (64, 80, 128), (torch.float32, torch.float16)
@@ -68,6 +69,12 @@ def three_ways(operation: Callable[..., Any], *args: Any, path: str = "triton", 
         twin = operation(*args, **options)
         exact = operation(*(widened(arg) for arg in args), **options)
     return kernel, twin, exact
+
+
+def summed_and_normed(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """What ``add_rms_norm`` makes of a copy of the residual stream: the sum, and its norm."""
+    x = x.clone()
+    return x, add_rms_norm(x, *rest)
 
 
 def layer(

@@ -153,7 +153,8 @@ before = find()
 library()
 assert find() == before, (before, find())
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/", env=dict(os.environ))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("compiled")

@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from kernel_checks import assert_as_exact, clone, layer, poisoned, three_ways, torch_places, torch_rows, ulp, widened
+from kernel_checks import (
+    assert_as_exact,
+    clone,
+    layer,
+    poisoned,
+    summed_and_normed,
+    three_ways,
+    torch_places,
+    torch_rows,
+    ulp,
+    widened,
+)
 from ringkv.engine.config import RingConfig
 from ringkv.engine.ring import Ring
 from ringkv.engine.runner import Runner
@@ -18,7 +29,6 @@ from ringkv.kernels import native
 from ringkv.kernels.append import append, record
 from ringkv.kernels.attention import decode_attention
 from ringkv.kernels.backend import use
-from ringkv.kernels.norm import add_rms_norm
 from ringkv.kernels.rotate import Angles
 from ringkv.kernels.sample import Filters, sample
 from ringkv.kernels.silu import silu_mul
@@ -157,11 +167,6 @@ def test_a_result_depends_on_neither_threads_nor_neighbours():
         alone = replace(ring, **{name: getattr(ring, name)[lane, None].clone() for name in tables})
         own = Angles(angles.cos[lane, None].clone(), angles.sin[lane, None].clone())
         assert torch.equal(compiled_step((qkv[lane, None].clone(), norms, eps, own), alone)[0][0], results[0][lane])
-
-
-def summed_and_normed(x, *rest):
-    x = x.clone()
-    return x, add_rms_norm(x, *rest)
 
 
 @pytest.mark.usefixtures("threads")

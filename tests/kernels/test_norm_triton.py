@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernel_checks import assert_as_exact, three_ways
+from kernel_checks import assert_as_exact, summed_and_normed, three_ways
 from ringkv.kernels.backend import use
 from ringkv.kernels.norm import add_rms_norm
 from ringkv.kernels.silu import silu_mul
@@ -11,12 +11,6 @@ from ringkv.kernels.silu import silu_mul
 
 def draw(*shape, dtype, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def summed_and_normed(x, *rest):
-    """The residual stream afterwards, and its norm."""
-    x = x.clone()
-    return x, add_rms_norm(x, *rest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -41,7 +41,9 @@ class Storage:
 def check(operation, exact, *args, **options):
     with use("triton"):
         kernel = operation(*args, **options)
-    assert_as_exact(kernel, operation(*args, **options), exact)
+    with use("torch"):
+        twin = operation(*args, **options)
+    assert_as_exact(kernel, twin, exact)
     return kernel
 
 
