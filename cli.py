@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringkv.errors import RingkvError
-from ringkv.options import (
+from ringkv.apps.options import (
     CHOICES,
     MACHINE,
     MEASURED,
@@ -35,6 +34,7 @@ from ringkv.options import (
     reporting,
     with_options,
 )
+from ringkv.errors import RingkvError
 
 if TYPE_CHECKING:
     from ringkv.engine.completion import Completion
@@ -107,8 +107,10 @@ def generate(
                     typer.echo(event.text, nl=False)
                     sys.stdout.flush()
             results = [event.completion]
-    if trace is not None and results[0].trace is not None:
-        results[0].trace.save(trace)
+        if trace is not None and results[0].trace is not None:
+            from ringkv.apps.trace.trace import Trace
+
+            Trace.of(engine, results[0]).save(trace)
     for done in results:
         _finish(done, options, json, shown=n == 1)
     if interrupted:
@@ -123,8 +125,8 @@ def _run_file(
     """Generate from a file of prompts; the exit code says whether rows failed, or what ended the run."""
     import torch
 
-    from ringkv.console import job_progress, job_summary
-    from ringkv.engine.jobs import Job
+    from ringkv.apps.console import job_progress, job_summary
+    from ringkv.apps.jobs.job import Job
     from ringkv.engine.loading import place_of
     from ringkv.kernels.backend import resolve
 
@@ -196,8 +198,8 @@ def chat(
     ] = None,
 ) -> None:
     """Hold a conversation. /help lists the commands; Ctrl-C stops an answer, and leaves at the prompt."""
-    from ringkv.engine.chat import ChatSession
-    from ringkv.terminal import Terminal
+    from ringkv.apps.chat.session import ChatSession
+    from ringkv.apps.chat.terminal import Terminal
 
     if options.raw:
         raise RingkvError("--raw: a chat needs the chat template; ringkv generate --raw takes a text as it is")
@@ -224,14 +226,14 @@ def plan(
     json: Annotated[bool, flag("Print a JSON object.", OUTPUT, "--json")] = False,
 ) -> None:
     """What an engine takes of the memory, from the configuration alone: no weight is loaded."""
-    from ringkv.engine.estimate import estimate
+    from ringkv.apps.plan.estimate import estimate
 
     given = options.given("device", "dtype", "revision")
     figures = estimate(options.checkpoint(checkpoint), options.ring(), lanes, prompt=prompt, memory=memory, **given)
     if json:
         _echo_json(figures)
         return
-    from ringkv.console import print_plan
+    from ringkv.apps.console import print_plan
 
     print_plan(figures)
 
@@ -249,23 +251,23 @@ def trace(
 ) -> None:
     """Show what the ring remembered of a generation: as a page, as a picture, or in a few lines."""
     with reporting(debug):
-        from ringkv.engine.trace import Trace
+        from ringkv.apps.trace.trace import Trace
 
         for name, path, others in (("--html", html, (file, png)), ("--png", png, (file,))):
             if path is not None:
                 check_output(name, path, *others)
         recorded = Trace.load(file)
         if html is not None:
-            from ringkv.engine.results import write_whole
-            from ringkv.trace_page import render
+            from ringkv.apps.trace.page import render
+            from ringkv.files import write_whole
 
             write_whole(html, render(recorded).encode(), "--html")
         if png is not None:
-            from ringkv.trace_plot import draw
+            from ringkv.apps.trace.plot import draw
 
             draw(recorded, png)
         if html is None and png is None:
-            from ringkv.console import print_trace
+            from ringkv.apps.console import print_trace
 
             print_trace(recorded)
 
@@ -294,9 +296,9 @@ def bench(
     ] = None,
 ) -> None:
     """Measure speed beside the least time that memory allows; the last line is JSON."""
-    from ringkv.console import print_bench, print_cards
-    from ringkv.engine import peer
-    from ringkv.engine.measure import Bench, copy_bandwidth, machine
+    from ringkv.apps.console import print_bench, print_cards
+    from ringkv.apps.measure import peer
+    from ringkv.apps.measure.bench import Bench, copy_bandwidth, machine
     from ringkv.engine.report import describe_engine
 
     if compare is not None:
@@ -336,7 +338,7 @@ def policies(json: Annotated[bool, flag("Print a JSON array.", OUTPUT, "--json")
         if json:
             _echo_json(rows)
             return
-        from ringkv.console import print_policies
+        from ringkv.apps.console import print_policies
 
         print_policies(rows)
 
@@ -377,7 +379,7 @@ def _finish(done: Completion, options: Options, json: bool, shown: bool) -> None
         _echo_json(done.to_dict())
     else:
         typer.echo("" if shown else done.text)
-    from ringkv.console import print_stats, summary
+    from ringkv.apps.console import print_stats, summary
 
     if options.stats:
         print_stats(done)

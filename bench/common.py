@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ringkv.engine.measure import machine
+from ringkv.apps.measure.bench import machine
 
 
 def note(text: str) -> None:

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from ringkv import Engine, RingConfig
+from ringkv.apps.measure.bench import Clock, copy_bandwidth, peak_bytes, reset_peak, step_bytes
+from ringkv.apps.measure.peer import load_peer, peer_times
 from ringkv.bench import lanes, llama
 from ringkv.bench.common import finish, note, table, timed
-from ringkv.engine.measure import Clock, copy_bandwidth, peak_bytes, reset_peak, step_bytes
-from ringkv.engine.peer import load_peer, peer_times
-from ringkv.engine.plan import LiveBytes, Planner
+from ringkv.engine.memory import LiveBytes, Planner
 from ringkv.models.decoder import Decoder, Mlp
 
 PROMPT, BUDGET, AROUND, PASSES = 64, 512, 96, 24

@@ -15,8 +15,8 @@ import psutil
 import torch
 
 from ringkv import Engine, RingConfig, SamplingParams
+from ringkv.apps.measure.bench import Clock
 from ringkv.bench.common import finish
-from ringkv.engine.measure import Clock
 from ringkv.models.config import ModelConfig, RopeConfig
 from ringkv.models.decoder import Decoder
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ringkv.apps.measure.peer import quiet
 from ringkv.bench.common import finish
 from ringkv.bench.mutations import INDEX, MUTATIONS, make_bases
-from ringkv.engine.peer import quiet
 from ringkv.errors import RingkvError
 from ringkv.models.decoder import Decoder, Layer
 from ringkv.models.families import HARMLESS

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringkv.apps.measure.bench import Clock
+from ringkv.apps.measure.peer import peer_times
 from ringkv.engine.config import RingConfig, SamplingParams
 from ringkv.engine.graph import GraphRunner, capture
-from ringkv.engine.measure import Clock
-from ringkv.engine.peer import peer_times
-from ringkv.engine.ring import Ring
+from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
-from ringkv.engine.sampling import Sampler, Sampling
-from ringkv.engine.steering import Steering
+from ringkv.engine.sampling.steering import Steering
+from ringkv.engine.sampling.values import Sampler, Sampling
 from ringkv.kernels.advance import commit
 from ringkv.kernels.append import append, record, value_range
 from ringkv.kernels.attention import decode_attention

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringkv.apps.measure.bench import Clock, copy_bandwidth, peak_bytes, reset_peak, run_steps
 from ringkv.bench.gpu_parts import SAMPLED, Setting, age, build, kernel_cases, make, transformers_step_ms
 from ringkv.engine.cost import step_bytes
-from ringkv.engine.measure import Clock, copy_bandwidth, peak_bytes, reset_peak, run_steps
-from ringkv.engine.plan import LiveBytes, Planner
+from ringkv.engine.memory import LiveBytes, Planner
 from ringkv.engine.runner import Runner
 from ringkv.kernels.backend import use
 

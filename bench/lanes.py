@@ -12,8 +12,8 @@ import argparse
 from typing import Any
 
 from ringkv import Completion, Engine, RingConfig, SamplingParams
+from ringkv.apps.measure.bench import seconds
 from ringkv.bench.common import finish, note
-from ringkv.engine.measure import seconds
 
 SUBJECTS = ("rain", "bread", "the moon", "rivers", "chess", "salt", "bees", "maps")
 QUESTION = "Explain in detail how {} came to matter to people."

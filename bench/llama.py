@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ringkv.engine.measure import Clock
+from ringkv.apps.measure.bench import Clock
 from ringkv.models.weights import open_checkpoint
 
 KINDS = ("f16", "q8_0")

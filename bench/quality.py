@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ringkv import Engine, Policy, RingConfig, SamplingParams, register_policy
 from ringkv.bench.common import finish, note, table, timed
-from ringkv.engine.live import Live
 from ringkv.engine.policies import H2O, POLICIES, as_policy
+from ringkv.engine.policies.live import Live
 from ringkv.kernels.pairs import Pairs
 
 HERE = Path(__file__).parent

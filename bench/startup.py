@@ -15,9 +15,9 @@ from pathlib import Path
 import gguf
 import torch
 
+from ringkv.apps.measure.bench import seconds
 from ringkv.bench.common import finish, note
-from ringkv.engine.measure import seconds
-from ringkv.models.gguf import GGUFCheckpoint, smollm2_path
+from ringkv.models.checkpoints.gguf import GGUFCheckpoint, smollm2_path
 from ringkv.models.weights import load_decoder
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringkv.engine.trace import Trace
+from ringkv.engine.record import Record
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Completion:
     dtype: dict[str, str]
     backend: str
     ring: dict[str, Any]
-    trace: Trace | None = field(default=None, repr=False, compare=False)
+    trace: Record | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""

@@ -16,12 +16,12 @@ from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams, check_c
 from ringkv.engine.graph import make_runner
 from ringkv.engine.loading import load
 from ringkv.engine.loop import Loop
-from ringkv.engine.plan import settle
+from ringkv.engine.memory import settle
 from ringkv.engine.prompts import Prompt, Prompts
-from ringkv.engine.record import check_countable
+from ringkv.engine.record import Record, Recorder, check_countable
 from ringkv.engine.report import completion, failure
 from ringkv.engine.request import Generation, Request
-from ringkv.engine.ring import Ring
+from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Progress, Runner
 from ringkv.engine.score import token_scores
 from ringkv.errors import RingkvError
@@ -325,17 +325,29 @@ class Engine:
         self, requests: list[Request], on_prefill: Progress | None = None, trace: bool = False
     ) -> Generator[tuple[Request, StreamEvent], None, None]:
         """What the loop serves, as events: one a piece of text, the last of a request with its completion."""
-        with self._exclusive():
+        with self._exclusive(), self._recorded(trace) as recorder:
             self._cancelled.clear()
-            loop = Loop(self._runner, self._start, self._cancelled, self._limits, record=trace)
+            loop = Loop(self._runner, self._start, self._cancelled, self._limits)
             with closing(loop.run(requests, on_prefill)) as run:
                 for served in run:
                     generation, ids = served.generation, served.token_ids
                     pieces = served.pieces or [(generation.channel, "")]
                     for place, (channel, text) in enumerate(pieces):
                         last = place == len(pieces) - 1 and generation.finish_reason is not None
-                        done = completion(self, generation) if last else None
+                        done = completion(self, generation, _record(recorder, generation)) if last else None
                         yield generation.request, StreamEvent(text, channel, [] if place else ids, done)
+
+    @contextmanager
+    def _recorded(self, trace: bool) -> Iterator[Recorder | None]:
+        """A recorder that observes the ring, where a trace is wanted."""
+        if not trace:
+            yield None
+            return
+        self.ring.observers.append(recorder := Recorder(self.ring))
+        try:
+            yield recorder
+        finally:
+            self.ring.observers.remove(recorder)
 
     def _start(self, request: Request, lane: int) -> Generation:
         return Generation(request, lane, self.prompts.decoder())
@@ -370,6 +382,14 @@ class Engine:
                 yield
             finally:
                 torch.set_num_threads(before)
+
+
+def _record(recorder: Recorder | None, generation: Generation) -> Record | None:
+    """What became of a request's tokens; None where nobody asked or its prompt was not read."""
+    if recorder is None or not generation.retained:
+        return None
+    request = generation.request
+    return recorder.record(generation.lane, request.ids, generation.tokens, request.pin)
 
 
 def _one(params: object) -> SamplingParams:

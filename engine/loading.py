@@ -7,9 +7,9 @@ import logging
 import torch
 
 from ringkv.engine.config import RingConfig
-from ringkv.engine.plan import settle
+from ringkv.engine.memory import settle
 from ringkv.errors import RingkvError
-from ringkv.models.checkpoint import Checkpoint
+from ringkv.models.checkpoints.base import Checkpoint
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
 from ringkv.models.linear import can_pack

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ringkv.engine.record import Recorder
 from ringkv.engine.request import Generation, Request
 from ringkv.engine.runner import Drawn, Progress, Runner
 
@@ -48,7 +47,6 @@ class Loop:
         start: makes the generation of a request.
         cancelled: indices of requests to end; may grow while the loop runs, from any thread.
         limits: a context for whatever computes.
-        record: take down what the ring does with each request.
     """
 
     def __init__(
@@ -57,10 +55,9 @@ class Loop:
         start: Callable[[Request, int], Generation],
         cancelled: set[int],
         limits: Callable[[], AbstractContextManager[None]],
-        record: bool = False,
     ) -> None:
         self.runner, self.ring = runner, runner.ring
-        self.start, self.cancelled, self.limits, self.record = start, cancelled, limits, record
+        self.start, self.cancelled, self.limits = start, cancelled, limits
         self.running: dict[int, Generation] = {}
         self.flying: deque[Step] = deque()
 
@@ -75,7 +72,6 @@ class Loop:
                     yield from self._collect()
         finally:
             self.ring.stop_all()
-            self.ring.recorders.clear()
             self.runner.drain()
 
     def _admit(self, waiting: deque[Request], on_prefill: Progress | None) -> Generator[Served, None, None]:
@@ -93,8 +89,6 @@ class Loop:
         try:
             with self.limits():
                 self.ring.reset(lane, request.seed, request.sample, request.pin)
-                if self.record:
-                    self.ring.recorders[lane] = Recorder(self.ring.layers)
                 logits = self.runner.prefill(lane, request.ids, progress)
         except Cancelled:
             generation.cancel()
@@ -182,9 +176,6 @@ class Loop:
                 "evictions_per_layer": step.evicted[:, lane].tolist(),
                 "peak_slots": int(step.spans[:, lane].max()),
             }
-            if lane in self.ring.recorders:
-                tables = self.ring.position[:, lane], self.ring.v_range[:, lane]
-                generation.memory = self.ring.recorders.pop(lane).memory(generation.seen, *tables)
             self.ring.stop(lane)
             del self.running[lane]
         return served

@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 from ringkv.engine.config import RingConfig, SamplingParams
 from ringkv.engine.policies import as_policy
 from ringkv.engine.request import Request
-from ringkv.engine.sampling import Sampling
+from ringkv.engine.sampling.steering import QUEUE
+from ringkv.engine.sampling.values import Sampling
 from ringkv.engine.seeds import effective_seed
-from ringkv.engine.steering import QUEUE
-from ringkv.engine.template import ChatTemplate
-from ringkv.engine.text import IncrementalDecoder, encode_messages
-from ringkv.engine.thinking import ThoughtTags, strip_thought
+from ringkv.engine.text.encoding import IncrementalDecoder, encode_messages
+from ringkv.engine.text.templates import ChatTemplate
+from ringkv.engine.text.thoughts import ThoughtTags, strip_thought
 from ringkv.errors import RingkvError
 from ringkv.models.config import ModelConfig
 from ringkv.models.tokenizer import Tokenizer

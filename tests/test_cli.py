@@ -15,13 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 from ringkv import RingConfig
+from ringkv.apps.measure.peer import PEERS
+from ringkv.apps.options import CHOICES, POLICY_NAMES
 from ringkv.cli import app
 from ringkv.engine.config import ON_REPETITION, PINS
 from ringkv.engine.loading import DTYPES
-from ringkv.engine.peer import PEERS
 from ringkv.engine.policies import POLICIES
 from ringkv.kernels import backend
-from ringkv.options import CHOICES, POLICY_NAMES
 
 TINY = ["--budget", "24", "--window", "4", "--threads", "1"]
 
@@ -145,8 +145,8 @@ def test_bad_options_are_one_line_and_exit_code_2(tiny, arguments, field):
 
 
 def test_auto_generates_with_what_fits(tiny, monkeypatch):
-    monkeypatch.setattr("ringkv.engine.plan.MOST_BUDGET", 70)
-    monkeypatch.setattr("ringkv.engine.plan.MOST_LANES", 3)
+    monkeypatch.setattr("ringkv.engine.memory.MOST_BUDGET", 70)
+    monkeypatch.setattr("ringkv.engine.memory.MOST_LANES", 3)
     options = ["--budget", "auto", "--lanes", "auto", "--window", "4", "--max-tokens", "3", "--json"]
     done = CliRunner().invoke(app, ["generate", "Hi", "-m", str(tiny), *options])
     ring = json.loads(done.stdout)["ring"]
@@ -185,7 +185,7 @@ def test_a_file_of_prompts_is_not_resumed_without_the_compiler_that_it_was_begun
 
 
 def test_what_nobody_expected_is_one_line_too(tiny, monkeypatch):
-    monkeypatch.setattr("ringkv.options.Options.engine", lambda *_: 1 / 0)
+    monkeypatch.setattr("ringkv.apps.options.Options.engine", lambda *_: 1 / 0)
     done = CliRunner().invoke(app, ["generate", "Hi", "-m", str(tiny)])
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == "ringkv: ZeroDivisionError: division by zero; --debug shows where\n"

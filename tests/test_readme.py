@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ringkv.models.gguf import smollm2_path
+from ringkv.models.checkpoints.gguf import smollm2_path
 
 ROOT = Path(__file__).parents[1]
 README, WEIGHTS = ((ROOT / name).read_text() for name in ("README.md", "weights.md"))

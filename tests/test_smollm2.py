@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ringkv import Engine, RingConfig, SamplingParams
-from ringkv.models.gguf import smollm2_path
+from ringkv.engine.ring.integrity import check_integrity
+from ringkv.models.checkpoints.gguf import smollm2_path
 
 QUESTION = "Explain, step by step, why the sky is blue."
 GREEDY = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -107,7 +108,7 @@ def test_a_long_answer_outgrows_its_ring(loaded):
     engine = share(loaded, RingConfig(budget=64, window=16))
     before = {name: (tensor.data_ptr(), tensor.nbytes) for name, tensor in engine.ring.tensors().items()}
     done = engine.generate(QUESTION, SamplingParams(seed=1, max_tokens=150, ignore_eos=True))
-    engine.ring.check_integrity()
+    check_integrity(engine.ring)
     assert done.completion_tokens == 150
     assert done.ring["peak_slots"] == done.ring["capacity"] == 80
     assert done.ring["evictions"] == max(done.ring["evictions_per_layer"]) >= 7

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringkv.engine.live import Live
 from ringkv.engine.policies.base import Policy, check_int, check_number, register_policy
+from ringkv.engine.policies.live import Live
 
 
 @register_policy

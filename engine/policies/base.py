@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ringkv.engine.live import Live
+from ringkv.engine.policies.live import Live
 from ringkv.engine.spec import parse_spec
 from ringkv.errors import RingkvError
 

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ringkv.engine.live import Live
 from ringkv.engine.policies.base import Policy, register_policy
+from ringkv.engine.policies.live import Live
 
 
 @register_policy

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ringkv.engine.live import Live
 from ringkv.engine.policies.attention import pool_score
 from ringkv.engine.policies.base import Policy, check_int, register_policy
+from ringkv.engine.policies.live import Live
 from ringkv.kernels.philox import gumbel
 from ringkv.kernels.select import lowest
 

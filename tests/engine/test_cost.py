@@ -7,7 +7,7 @@ import torch
 
 from ringkv.engine.config import RingConfig
 from ringkv.engine.cost import slot_bytes, step_bytes, weight_bytes
-from ringkv.engine.plan import Planner
+from ringkv.engine.memory import Planner
 from ringkv.models.config import MoeConfig
 from tiny import tiny_config
 

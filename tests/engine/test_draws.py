@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ringkv.engine.live import Live
 from ringkv.engine.policies import Policy, Random, VaseAttnV
+from ringkv.engine.policies.live import Live
 from ringkv.kernels.pairs import Pairs
 from ringkv.kernels.select import lowest
 from rings import fill, make_ring

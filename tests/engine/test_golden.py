@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ringkv.engine.policies import RKV, Policy, SnapKV, ValueRange, VaseAttnV, VaseDKV
-from ringkv.engine.ring import Ring
+from ringkv.engine.ring.storage import Ring
 from rings import fill, make_ring, positions
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "eviction.safetensors")

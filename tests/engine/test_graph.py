@@ -13,10 +13,11 @@ from kernel_checks import NoReads
 from ringkv import Engine, RingConfig, SamplingParams
 from ringkv.engine import graph
 from ringkv.engine.graph import GraphRunner
-from ringkv.engine.ring import Ring
+from ringkv.engine.ring.integrity import check_integrity
+from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
-from ringkv.engine.sampling import Sampler, Sampling
-from ringkv.engine.steering import Steering
+from ringkv.engine.sampling.steering import Steering
+from ringkv.engine.sampling.values import Sampler, Sampling
 from ringkv.kernels.backend import use
 from ringkv.models.decoder import Decoder
 from tiny import tiny_config, tiny_decoder, tiny_weights
@@ -147,7 +148,7 @@ def test_warming_up_frees_nothing(policy):
     ring.warm_up()
     for name, tensor in ring.tensors().items():
         assert name.startswith("state.") or torch.equal(tensor, before[name]), name
-    ring.check_integrity()
+    check_integrity(ring)
     assert (ring.unobserved == 0).all()
 
 
@@ -188,7 +189,7 @@ def check_reads(engine):
         with NoReads():
             runner.launch()
     assert ring.evicted.min() > 1
-    ring.check_integrity()
+    check_integrity(ring)
     with pytest.raises(AssertionError, match="reads the device"), NoReads():
         ring.k[ring.position > 3]
     with pytest.raises(AssertionError, match="reads the device"), NoReads():

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringkv import RingConfig
-from ringkv.engine.live import Live
 from ringkv.engine.policies import POLICIES
-from ringkv.engine.ring import Ring
+from ringkv.engine.policies.live import Live
+from ringkv.engine.ring.storage import Ring
 from ringkv.kernels.pairs import Pairs
 from rings import fill
 from tiny import tiny_config

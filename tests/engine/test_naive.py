@@ -7,10 +7,11 @@ import torch
 
 from naive import Naive
 from ringkv.engine.config import RingConfig
-from ringkv.engine.ring import Ring
+from ringkv.engine.ring.integrity import check_integrity
+from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
-from ringkv.engine.sampling import Sampler
-from ringkv.engine.steering import Steering
+from ringkv.engine.sampling.steering import Steering
+from ringkv.engine.sampling.values import Sampler
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def test_tokens_and_live_sets(family, policy, retention, threshold, prompt, pin)
     tokens = runner.first(lane, runner.prefill(lane, ids)).tokens
     for _ in range(299):
         tokens.append(runner.step().tokens[lane])
-        ring.check_integrity()
+        check_integrity(ring)
     want, live = Naive(config, weights).run(
         ids, 300, policy=policy, budget=64, window=8, seed=7, pin=pin, threshold=threshold
     )

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ringkv import Engine, Policy, RingConfig, SamplingParams
-from ringkv.engine.live import Live
 from ringkv.engine.policies import CurDKV, VaseDKV, as_policy
-from ringkv.engine.ring import Ring
+from ringkv.engine.policies.live import Live
+from ringkv.engine.ring.storage import Ring
 from rings import fill, make_ring, positions
 from tiny import tiny_config, tiny_decoder, tiny_weights
 

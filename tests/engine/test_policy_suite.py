@@ -19,7 +19,8 @@ from naive import POLICIES as NAIVE
 from naive import Naive
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams
 from ringkv.engine.policies import POLICIES
-from ringkv.engine.ring import Ring
+from ringkv.engine.ring.integrity import check_integrity
+from ringkv.engine.ring.storage import Ring
 from rings import positions
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
@@ -94,7 +95,7 @@ def greedy(engine: Engine, logits: Tensor, lane: int, steps: int, poisoned: bool
             poison(ring)
         logits = engine._runner.forward(torch.full((ring.lanes,), tokens[-1]))[lane]
         assert logits.isfinite().all()
-        ring.check_integrity()
+        check_integrity(ring)
         assert ring.counts.max() <= ring.config.capacity
         tokens.append(int(logits.argmax()))
     return tokens
@@ -128,7 +129,7 @@ def test_against_the_naive_decoder(length, policy, family, kv_heads, retention, 
     prefill(engine, 0, prompt(37), seed=1)
     poison(engine.ring)
     logits = prefill(engine, 1, ids, seed=7, pin=pin)
-    engine.ring.check_integrity()
+    check_integrity(engine.ring)
     assert engine.ring.counts[:, 1].min() >= 1
     assert engine.ring.counts.max() < CAPACITY
     assert engine.ring.evicted.max() == 0

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ringkv.engine.repetition
-from ringkv.engine.repetition import Repetition, RepetitionDetector
+import ringkv.engine.text.repetition
+from ringkv.engine.text.repetition import Repetition, RepetitionDetector
 from ringkv.errors import RingkvError
 from ringkv.models.weights import open_checkpoint
 
@@ -117,7 +117,7 @@ def test_a_loop_that_holds_loops_is_reported_when_the_smaller_ends():
 @given(loopy_texts(), st.sampled_from([1, 5, 30]))
 def test_hashes_that_lie_raise_no_false_alarm(tokens, span):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ringkv.engine.repetition, "_MODULUS", 3)
+        patch.setattr(ringkv.engine.text.repetition, "_MODULUS", 3)
         said = reports(tokens, 3, span)
     for n, loop in said:
         whole = loop.unit * loop.count

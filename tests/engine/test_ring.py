@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringkv.engine.config import RingConfig
-from ringkv.engine.ring import Ring
+from ringkv.engine.ring.integrity import check_integrity
+from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
-from ringkv.engine.sampling import Sampler
-from ringkv.engine.steering import Steering
+from ringkv.engine.sampling.steering import Steering
+from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.backend import use
 from ringkv.kernels.rotate import Angles
 from rings import fill, make_ring
@@ -78,8 +79,8 @@ def check_invariants(unseen, ring_config, heads, prompts, late):
             begin(1)
         poison(poisoned.ring, unseen)
         assert clean.step() == poisoned.step()
-        clean.ring.check_integrity()
-        poisoned.ring.check_integrity()
+        check_integrity(clean.ring)
+        check_integrity(poisoned.ring)
     assert torch.equal(clean.ring.position, poisoned.ring.position)
     assert clean.ring.nbytes == bytes_at_start
     assert clean.ring.counts.max() < ring_config.capacity
@@ -104,10 +105,10 @@ def test_integrity_sees_what_is_broken(breaking, message):
     runner = build(tiny_config(), RingConfig(24, 4, "streaming", "all"), lanes=1)
     runner.ring.reset(0, seed=0)
     runner.first(0, runner.prefill(0, list(range(40))))
-    runner.ring.check_integrity()
+    check_integrity(runner.ring)
     breaking(runner.ring)
     with pytest.raises(AssertionError, match=message):
-        runner.ring.check_integrity()
+        check_integrity(runner.ring)
 
 
 def test_an_idle_lane_is_never_written(cpu_path):
@@ -136,7 +137,7 @@ def check_idle_lane():
         assert torch.equal(ring.tensors()[name].select(axis[name], 1), was), name
     ring.reset(1, seed=0)
     runner.first(1, runner.prefill(1, [1, 2, 3, 4, 5]))
-    ring.check_integrity()
+    check_integrity(ring)
     assert ring.counts[:, 1].tolist() == [5] * 3
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams
-from ringkv.engine.sampling import DEFAULTS, Sampler, Sampling
+from ringkv.engine.sampling.values import DEFAULTS, Sampler, Sampling
 from ringkv.kernels.philox import TOKEN, philox, to_uniform
 from rings import make_ring
 from scripted import byte_tokenizer

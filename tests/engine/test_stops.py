@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ringkv.engine.stops import StopStrings, partial_match
+from ringkv.engine.text.stops import StopStrings, partial_match
 from ringkv.errors import RingkvError
 
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from ringkv.engine import sandbox
-from ringkv.engine.text import ChatTemplate, IncrementalDecoder, check_messages, encode_messages
+from ringkv.engine.text import sandbox
+from ringkv.engine.text.encoding import ChatTemplate, IncrementalDecoder, check_messages, encode_messages
 from ringkv.errors import RingkvError
-from ringkv.models.gguf import GGUFCheckpoint, smollm2_path
+from ringkv.models.checkpoints.gguf import GGUFCheckpoint, smollm2_path
 from ringkv.models.tokenizer import Tokenizer
 
 FAMILY = "👨‍👩‍👧‍👦"

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ringkv.engine.thinking import ANSWER, TAG, THINKING, ThoughtCounter, ThoughtSplitter, ThoughtTags, strip_thought
+from ringkv.engine.text.thoughts import (
+    ANSWER,
+    TAG,
+    THINKING,
+    ThoughtCounter,
+    ThoughtSplitter,
+    ThoughtTags,
+    strip_thought,
+)
 
 TAGS = ThoughtTags()
 SINGLE = ThoughtTags(open_id=1, close_id=2)

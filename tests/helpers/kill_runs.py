@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ringkv import Engine, RingConfig, SamplingParams
-from ringkv.engine.jobs import Job
+from ringkv.apps.jobs.job import Job
 
 SETTINGS = {"model": "tiny", "budget": 24, "lanes": 4}
 

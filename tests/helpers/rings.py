@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringkv.engine.config import RingConfig
 from ringkv.engine.policies import Policy
-from ringkv.engine.ring import Ring
+from ringkv.engine.ring.storage import Ring
 from ringkv.kernels.append import value_range
 from tiny import tiny_config
 

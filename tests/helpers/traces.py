@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from ringkv.apps.trace.trace import Trace
 from ringkv.engine.record import DROPPED, LIVE, PREFILL
-from ringkv.engine.trace import Trace
 
 HOSTILE = [
     "</script><script>document.title='had'</script>",

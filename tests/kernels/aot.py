@@ -22,10 +22,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ringkv.engine.config import RingConfig
-from ringkv.engine.ring import Ring
+from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
-from ringkv.engine.sampling import Sampler
-from ringkv.engine.steering import Steering
+from ringkv.engine.sampling.steering import Steering
+from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.backend import use
 from ringkv.models.config import ModelConfig, RopeConfig
 from ringkv.models.decoder import Decoder

@@ -21,10 +21,11 @@ from kernel_checks import (
     widened,
 )
 from ringkv.engine.config import RingConfig
-from ringkv.engine.ring import Ring
+from ringkv.engine.ring.integrity import check_integrity
+from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
-from ringkv.engine.sampling import Sampler
-from ringkv.engine.steering import Steering
+from ringkv.engine.sampling.steering import Steering
+from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels import native
 from ringkv.kernels.append import append, record
 from ringkv.kernels.attention import decode_attention
@@ -300,7 +301,7 @@ def test_steps_follow_float64(family, policy):
                 runner.prefill(lane, ids[: 3 + 9 * lane])
             for first, second in zip(ids[3:180], ids[12:], strict=False):
                 rows.append(runner.forward(torch.tensor([first, second])))
-                ring.check_integrity()
+                check_integrity(ring)
                 live.append(ring.position.sort(-1).values)
         return torch.stack(rows), torch.stack(live), ring
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringkv.engine.steering import Steering
+from ringkv.engine.sampling.steering import Steering
 
 OPEN, CLOSE, CPU = 1, 2, torch.device("cpu")
 

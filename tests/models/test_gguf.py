@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ringkv.errors import RingkvError
-from ringkv.models import gguf as our_gguf
+from ringkv.models.checkpoints import gguf as our_gguf
+from ringkv.models.checkpoints.gguf import ARCHITECTURES, GGUFCheckpoint, smollm2_path
+from ringkv.models.checkpoints.gguf_file import read_gguf
 from ringkv.models.config import ModelConfig
-from ringkv.models.gguf import ARCHITECTURES, GGUFCheckpoint, smollm2_path
-from ringkv.models.gguf_file import read_gguf
 from ringkv.models.weights import load_decoder
 
 CPU = torch.device("cpu")
@@ -561,7 +561,7 @@ def test_the_path_of_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:
 PEAK = """
 import torch, gguf, tokenizers
 from pathlib import Path
-from ringkv.models.gguf import GGUFCheckpoint, smollm2_path
+from ringkv.models.checkpoints.gguf import GGUFCheckpoint, smollm2_path
 
 def peak():
     return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])

@@ -16,7 +16,7 @@ import torch
 from huggingface_hub import constants, errors
 
 from ringkv.errors import RingkvError
-from ringkv.models import hub
+from ringkv.models.checkpoints import hub
 from ringkv.models.weights import load_decoder, open_checkpoint, open_config
 
 HUB_ID, SHA = "owner/some-model", "0123456789abcdef0123456789abcdef01234567"
@@ -137,7 +137,7 @@ def test_errors_of_the_client_become_one_line(
 
 
 def test_the_alias_falls_back_to_the_hub(snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringkv.models.gguf.smollm2_path", lambda: None)
+    monkeypatch.setattr("ringkv.models.checkpoints.gguf.smollm2_path", lambda: None)
     asked: list[tuple[str, str | None]] = []
 
     def fetch(hub_id: str, revision: str | None) -> Path:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ringkv.errors import RingkvError
-from ringkv.models.gguf import GGUFCheckpoint, smollm2_path
-from ringkv.models.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
+from ringkv.models.checkpoints.gguf import GGUFCheckpoint, smollm2_path
+from ringkv.models.checkpoints.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
 from ringkv.models.tokenizer import Tokenizer
 
 FAMILY = "👨‍👩‍👧‍👦"
@@ -617,7 +617,7 @@ def test_the_gguf_writer_and_reader_agree(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    from ringkv.models.gguf_file import read_gguf
+    from ringkv.models.checkpoints.gguf_file import read_gguf
 
     tokenizer = from_gguf(read_gguf(tmp_path / "t.gguf").metadata)
     assert tokenizer.encode("Hello <think>", bos=True)[0] == tokenizer.bos_id

@@ -153,8 +153,8 @@ def test_every_parameter_is_set_once(tiny_checkpoint: Callable[..., Path], monke
 def test_a_large_tensor_is_read_in_blocks(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder()
     whole = load(path).destinations()
-    monkeypatch.setattr("ringkv.models.folder._BLOCK_BYTES", 1000)
-    monkeypatch.setattr("ringkv.models.folder._MAPPED_BYTES", 5000)
+    monkeypatch.setattr("ringkv.models.checkpoints.folder._BLOCK_BYTES", 1000)
+    monkeypatch.setattr("ringkv.models.checkpoints.folder._MAPPED_BYTES", 5000)
     for name, view in load(path).destinations().items():
         assert torch.equal(view, whole[name])
 
@@ -375,7 +375,7 @@ def to_fp8(path: Path, block: tuple[int, int]) -> dict[str, Tensor]:
 def test_fp8_is_dequantised(
     family: str, block_bytes: int, folder: Callable[..., Path], our_logits: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringkv.models.folder._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("ringkv.models.checkpoints.folder._BLOCK_BYTES", block_bytes)
     path = folder(family)
     plain = load(path)
     dense = to_fp8(path, (32, 20))
@@ -450,7 +450,7 @@ PEAK = """
 import sys, torch, gguf
 from pathlib import Path
 from ringkv.models.weights import load_decoder, open_checkpoint
-import ringkv.models.gguf
+import ringkv.models.checkpoints.gguf
 
 def peak():
     return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])

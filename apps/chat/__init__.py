@@ -1,0 +1,1 @@
+"""``ringkv chat``: a conversation, its commands, its file, and its terminal."""

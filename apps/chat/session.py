@@ -1,0 +1,270 @@
+"""A conversation without a terminal: its history, its options, its answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ringkv.apps.chat.transcript import PARAMS, Transcript
+from ringkv.engine.completion import Completion, StreamEvent
+from ringkv.engine.config import SamplingParams
+from ringkv.engine.engine import Engine
+from ringkv.engine.runner import Progress
+from ringkv.engine.sampling.values import Sampling
+from ringkv.engine.text.thoughts import ANSWER, THINKING
+from ringkv.errors import RingkvError
+
+_UNFINISHED = ("length", "cancelled")
+
+
+@dataclass
+class _Answer:
+    """An answer as it comes, and the question that it answers.
+
+    Attributes:
+        turns: the conversation up to the question.
+        prompt: the messages that were rendered, with ``thinking``, for the first token.
+        ids: the answer's tokens, the thought's among them.
+        seed: what it was drawn with, once known.
+        channel: where it stopped.
+        unfinished: whether a limit or an interrupt stopped it.
+    """
+
+    turns: list[dict[str, str]]
+    prompt: list[dict[str, str]]
+    thinking: bool | str
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    thought: str = ""
+    seed: int | None = None
+    channel: str = ANSWER
+    unfinished: bool = False
+
+    def take(self, event: StreamEvent) -> None:
+        """Add what an event brings."""
+        self.ids += event.token_ids
+        self.channel = event.channel
+        if event.channel == ANSWER:
+            self.text += event.text
+        else:
+            self.thought += event.text
+
+
+class ChatSession:
+    """A conversation with an engine.
+
+    The template is rendered anew for every question, with the answers alone: thoughts leave the history. A question
+    enters the history with its answer, whole or cut off; one that is refused or fails leaves no trace.
+
+    Args:
+        engine: answers, one question at a time.
+        params: how answers are drawn; ``set`` changes them.
+        system: the system message.
+        show_thinking: what whoever draws the conversation should do with thoughts.
+
+    Attributes:
+        turns: {role, content}, user and assistant in turn, without the system message.
+        last: the completion of the last answer.
+        thought: the last answer's.
+
+    Raises:
+        RingkvError: an option that the engine refuses, or a model without a chat template.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams | None = None,
+        system: str | None = None,
+        *,
+        show_thinking: bool = True,
+    ) -> None:
+        self.engine, self.show_thinking = engine, show_thinking
+        self.params = self._checked(params or SamplingParams())
+        self.system: str | None = None
+        self.set_system(system)
+        engine.prompts.encode([{"role": "user", "content": "Hi"}])
+        self.turns: list[dict[str, str]] = []
+        self.last: Completion | None = None
+        self._answer: _Answer | None = None
+        self._seed: int | None = None  # params.seed when the last question was asked
+        self._totals = {"answers": 0, "tokens": 0, "evictions": 0}
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The history as the template gets it."""
+        return self._with_system(self.turns)
+
+    @property
+    def thought(self) -> str:
+        """The last answer's thought."""
+        return self._answer.thought if self._answer is not None else ""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last answer was cut off by a limit or an interrupt."""
+        return self._answer is not None and self._answer.unfinished
+
+    def send(self, text: str, on_prefill: Progress | None = None) -> Iterator[StreamEvent]:
+        """Ask. The history grows when the answer ends; closing the iterator stops it and keeps what came.
+
+        Args:
+            on_prefill: see ``Engine.stream``.
+
+        Raises:
+            RingkvError: nothing to send, or a conversation that the engine refuses.
+        """
+        if not isinstance(text, str) or not text.strip():
+            raise RingkvError.bad("message", text, "a text that is not empty")
+        return self._ask([*self.turns, {"role": "user", "content": text}], self.params, on_prefill)
+
+    def retry(self, on_prefill: Progress | None = None) -> Iterator[StreamEvent]:
+        """Ask the last question again, with the next seed unless ``set`` gave another; replaces its answer."""
+        if not self.turns:
+            raise RingkvError("retry: nothing was asked yet")
+        params = self.params
+        if self._answer is not None and self._answer.seed is not None and params.seed == self._seed:
+            params = params.replace(seed=(self._answer.seed + 1) % 2**64)
+        return self._ask(self.turns[:-1], params, on_prefill)
+
+    def resume(self, on_prefill: Progress | None = None) -> Iterator[StreamEvent]:
+        """Go on with an answer that was cut off. Its tokens are read again as part of the prompt, thought included.
+
+        Raises:
+            RingkvError: there is none, or it cannot be continued from its tokens alone.
+        """
+        if self._answer is None or not self.unfinished:
+            raise RingkvError("continue: no answer was cut off by max_tokens or Ctrl-C")
+        tags = self.engine.prompts.tags
+        if self._answer.channel == THINKING and tags is not None and tags.ids is None:
+            raise RingkvError(f"continue: it stopped inside a thought, and {tags.close} is not a single token")
+        answer = self._whole(self._answer)
+        seed = self.params.seed if answer.seed is None else answer.seed
+        params = self.params.replace(seed=seed, thinking=answer.thinking)
+        events = self.engine.stream(answer.prompt, params, on_prefill=on_prefill, begun=answer.ids)
+        return self._take(answer, self._spaced(events) if answer.ids else events)
+
+    def _ask(
+        self, turns: list[dict[str, str]], params: SamplingParams, on_prefill: Progress | None
+    ) -> Iterator[StreamEvent]:
+        answer = _Answer(turns, self._with_system(turns), params.thinking)
+        events = self.engine.stream(answer.prompt, params, on_prefill=on_prefill)
+        self._seed = self.params.seed
+        return self._take(answer, events)
+
+    def _take(self, answer: _Answer, events: Any) -> Iterator[StreamEvent]:
+        with closing(events):
+            try:
+                for event in events:
+                    answer.take(event)
+                    if event.completion is not None:
+                        self._keep(answer, event.completion)
+                    yield event
+            except GeneratorExit:
+                if event.completion is None:
+                    self._keep(answer, None)
+                raise
+
+    def _keep(self, answer: _Answer, done: Completion | None) -> None:
+        self.last = done
+        if done is not None:
+            self._totals["answers"] += 1
+            self._totals["tokens"] += done.completion_tokens
+            self._totals["evictions"] += done.ring["evictions"]
+            if done.error is not None:
+                return
+            answer.seed = done.ring["seed"]
+        answer.unfinished = done is None or done.finish_reason in _UNFINISHED
+        self._answer = answer
+        self.turns = [*answer.turns, {"role": "assistant", "content": answer.text}]
+
+    def _whole(self, answer: _Answer) -> _Answer:
+        """A copy without the tokens of half a character at its end, which are drawn again."""
+        tokenizer, ids, text = self.engine.tokenizer, answer.ids, answer.text
+        if tokenizer is not None and tokenizer.decode(ids).endswith("\ufffd"):
+            drop = next((n for n in (1, 2, 3) if not tokenizer.decode(ids[:-n]).endswith("\ufffd")), 0)
+            ids, text = (ids[:-drop], text.rstrip("\ufffd")) if drop else (ids, text)
+        return dataclasses.replace(answer, ids=list(ids), text=text)
+
+    def _spaced(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
+        """With the space that SentencePiece's first word begins with: this text is not the first."""
+        tokenizer = self.engine.tokenizer
+        with closing(events):  # type: ignore[type-var]
+            first = tokenizer is not None and tokenizer.drops_space
+            for event in events:
+                if first and event.token_ids and tokenizer is not None:
+                    space = " " if tokenizer.token_bytes(event.token_ids[0]).startswith(b" ") else ""
+                    event, first = dataclasses.replace(event, text=space + event.text), False
+                yield event
+
+    def reset(self) -> None:
+        """Forget the conversation; system message and options stay."""
+        self.turns = []
+        self.last = self._answer = self._seed = None
+
+    def set_system(self, text: str | None) -> None:
+        """Set the system message, or with None take it away; it counts from the next question on."""
+        if text is not None and (not isinstance(text, str) or not text.strip()):
+            raise RingkvError.bad("system", text, "a text that is not empty")
+        self.system = text
+
+    def set(self, name: str, value: Any) -> None:
+        """Set a field of SamplingParams.
+
+        Raises:
+            RingkvError: an unknown field, or a value that it, the model or the ring does not accept.
+        """
+        if name not in PARAMS:
+            close = difflib.get_close_matches(name, PARAMS, 1) or PARAMS
+            raise RingkvError(f"set: {name} is not known; accepted is {' or '.join(close)}")
+        self.params = self._checked(self.params.replace(**{name: value}))
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the conversation; the sampling values are those of the next answer, the ring's of the last."""
+        config, last = self.engine.ring.config, self.last
+        ring = {"policy": self.engine.ring.policy.name, "budget": config.budget, "window": config.window}
+        ring |= {"capacity": config.capacity, "bytes": self.engine.ring.nbytes}
+        return {
+            "model": self.engine.name,
+            "turns": len(self.turns) // 2,
+            **self._totals,
+            "sampling": Sampling.resolve(self.params, self.engine.generation_config).report(),
+            "seed": self.params.seed,
+            "ring": ring | (last.ring if last is not None else {}),
+            "last": None if last is None else last.to_dict(),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write messages and options as JSON; at every moment the file is the old one or the new one."""
+        Transcript(self.engine.name, self.messages, self.params).write(path)
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a saved conversation, with its options; nothing changes where it is refused.
+
+        Raises:
+            RingkvError: a file that cannot be read, that holds no conversation, or none that this model can go on with.
+        """
+        saved = Transcript.read(path)
+        try:
+            params = self._checked(saved.params)
+            if saved.messages:
+                self.engine.prompts.encode(saved.messages)
+        except RingkvError as error:
+            raise RingkvError(f"load: {str(path)!r}: {error}") from None
+        self.reset()
+        self.system, self.turns, self.params = saved.system, saved.turns, params
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """The params, if this model and ring can answer with them."""
+        if params.n != 1:
+            raise RingkvError.bad("n", params.n, "1 in a chat")
+        self.engine.prompts.prepare([0], params, index=0, raw=False)
+        return params
+
+    def _with_system(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
+        return [*([{"role": "system", "content": self.system}] if self.system is not None else []), *turns]

@@ -1,0 +1,1 @@
+"""``ringkv generate --input``: files of prompts, which resume where they stopped."""

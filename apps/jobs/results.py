@@ -1,0 +1,214 @@
+"""The result file of a run: locked, written line by line, and whole after any kind of end."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ringkv.apps.jobs.rows import OURS, parse_object
+from ringkv.errors import RingkvError
+from ringkv.files import FLAGS, beside, refusing, write_all
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+Unit = tuple[str, int]  # row id as a string, sample
+
+
+class StdoutResults:
+    """Results on stdout, flushed line by line. Nothing is there to resume."""
+
+    def __init__(self) -> None:
+        self.done: dict[Unit, bool] = {}
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write a result."""
+        sys.stdout.buffer.write(_line(record))
+        sys.stdout.buffer.flush()
+        unit, failed = _unit(record)
+        self.done[unit] = failed
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class Results:
+    """A file of results, which is created if it is not there, and locked as long as this lives.
+
+    Args:
+        path: read at once; nothing in it is changed yet.
+
+    Attributes:
+        done: (row id, sample) -> whether it failed, for every result in the file.
+
+    Raises:
+        RingkvError: the file cannot be opened, another run writes it, or a line is no result or is there twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.done: dict[Unit, bool] = {}
+        self._size = 0  # of the lines that are results
+        self._ended = True  # whether the last of them has its newline
+        self._lock_file: Path | None = None
+        self._fd = -1
+        try:
+            with refusing(path):
+                self._fd = self._open()
+                self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is in the file, not even a piece of a line."""
+        return os.fstat(self._fd).st_size == 0
+
+    def repair(self) -> None:
+        """Cut off a torn last line; end one that lacks its newline only."""
+        with refusing(self.path):
+            os.ftruncate(self._fd, self._size)
+            if not self._ended:
+                self._write(b"\n")
+                self._ended = True
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write a result. It is on the disk when this returns.
+
+        Raises:
+            OSError: it is not, and the file is as it was.
+        """
+        self._write(_line(record))
+        unit, failed = _unit(record)
+        self.done[unit] = failed
+
+    def drop_failed(self) -> None:
+        """Take out the results with an error; at every moment the file is either the old or the new one."""
+        if not any(self.done.values()):
+            return
+        new = beside(self.path, ".tmp")
+        with refusing(new):
+            new.unlink(missing_ok=True)
+            fd = os.open(new, FLAGS | os.O_EXCL, stat.S_IMODE(os.fstat(self._fd).st_mode))
+            try:
+                if fcntl is not None:
+                    fcntl.flock(fd, fcntl.LOCK_EX)  # before it has the name, so that no other run comes between
+                kept = 0
+                for line in self._lines():
+                    if line.strip() and not _unit(parse_object(line))[1]:
+                        kept += write_all(fd, line)
+                os.fsync(fd)
+                if fcntl is None:  # Windows replaces no open file
+                    self._close()
+                os.replace(new, self.path)
+            except BaseException:
+                os.close(fd)
+                new.unlink(missing_ok=True)
+                raise
+        self._close()
+        self._fd, self._size = fd, kept
+        self.done = {unit: failed for unit, failed in self.done.items() if not failed}
+
+    def close(self) -> None:
+        """Let go of the file and its lock."""
+        self._close()
+        if self._lock_file is not None:
+            self._lock_file.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self) -> int:
+        if fcntl is None:
+            lock = beside(self.path, ".lock")
+            try:
+                os.close(os.open(lock, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                raise _busy(self.path, f"; if none does, delete {lock}") from None
+            self._lock_file = lock
+        while True:
+            fd = os.open(self.path, FLAGS, 0o666)
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise RingkvError.bad("output", str(self.path), "a regular file, or - for stdout")
+                if fcntl is None:
+                    return fd
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Another run may have put a new file in its place since it was opened.
+                if os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                    return fd
+            except BlockingIOError:
+                os.close(fd)
+                raise _busy(self.path) from None
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _lines(self) -> Iterator[bytes]:
+        with open(self.path, "rb") as file:
+            yield from file
+
+    def _read(self) -> None:
+        for number, line in enumerate(self._lines(), 1):
+            at = f"{self.path}: line {number}"
+            self._ended = line.endswith(b"\n")
+            if line.strip():
+                try:
+                    unit, failed = _unit(parse_object(line))
+                except RingkvError as error:
+                    if not self._ended:
+                        self._ended = True
+                        return
+                    raise RingkvError(f"{at} is no result of ringkv ({error}): choose another output") from error
+                if unit in self.done:
+                    raise RingkvError(f"{at}: sample {unit[1]} of row {unit[0]!r} is there twice")
+                self.done[unit] = failed
+            self._size += len(line)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            write_all(self._fd, data)
+            os.fsync(self._fd)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    """A record as a line of JSON in UTF-8; half a surrogate pair stays escaped."""
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    try:
+        return text.encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def _unit(record: Mapping[str, Any]) -> tuple[Unit, bool]:
+    """What a record is the result of, and whether it failed.
+
+    Raises:
+        RingkvError: it is no result.
+    """
+    result = record.get(OURS)
+    sample = result.get("sample") if isinstance(result, Mapping) else None
+    if "id" not in record or not isinstance(result, Mapping) or not isinstance(sample, int):
+        raise RingkvError(f"accepted is an object with id and {OURS}, and in that the sample")
+    return (str(record["id"]), sample), result.get("error") is not None
+
+
+def _busy(path: Path, hint: str = "") -> RingkvError:
+    return RingkvError(f"output = {str(path)!r}: another run writes it{hint}")

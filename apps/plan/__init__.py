@@ -1,0 +1,1 @@
+"""``ringkv plan``: what an engine takes of the memory before a weight is loaded."""

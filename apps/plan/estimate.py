@@ -1,0 +1,69 @@
+"""The answer to ``ringkv plan``: a checkpoint's configuration, and what fits with it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ringkv.engine.config import LANE_LIMIT, RingConfig, check_count, check_int
+from ringkv.engine.loading import placed
+from ringkv.engine.memory import PROMPT, Planner, free_memory, parse_size, settle
+from ringkv.errors import RingkvError
+from ringkv.models.config import ModelConfig
+from ringkv.models.weights import open_config
+
+FULL_CACHES = (4096, 32768, 131072)  # tokens
+_MOST = 1 << 24  # the budget that is looked for
+
+
+def estimate(
+    model: str | os.PathLike[str],
+    ring: RingConfig,
+    lanes: int | str = 1,
+    *,
+    prompt: int = PROMPT,
+    memory: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+) -> dict[str, Any]:
+    """Bytes of an engine, how many lanes and what budget fit, and full caches beside it; opens no weight.
+
+    Args:
+        model: as ``open_checkpoint`` takes it; of a folder or hub id config.json is enough.
+        prompt: tokens of the prompt whose prefill must fit.
+        memory: a size such as "24GiB"; None is what is free on the device.
+
+    Raises:
+        RingkvError: what is not found or not accepted, by name.
+    """
+    check_count("lanes", lanes, LANE_LIMIT)
+    check_int("prompt", prompt, 1)
+    name, keys = open_config(model, revision=revision)
+    config = ModelConfig.from_hf(keys)
+    place, number, packed = placed(config, device, dtype)
+    if dtype == "auto" and place.type == "cuda" and not (keys.get("dtype") or keys.get("torch_dtype")):
+        raise RingkvError("dtype = 'auto': config.json names none, and no weight is looked at: accepted is a type here")
+    room = free_memory(place) if memory is None else parse_size(memory)
+    if "auto" in (ring.budget, lanes):
+        ring, lanes = settle(config, ring, lanes, number, place, packed=packed, free=room)
+    assert isinstance(lanes, int)
+    planner = Planner(config, number, prompt, packed, captured=place.type == "cuda")
+    plan = planner.plan(ring, lanes)
+    figures = {
+        "model": name,
+        "device": str(place),
+        "policy": ring.policy if isinstance(ring.policy, str) else ring.policy.name,
+        "weights": "float16, products packed" if packed else plan.dtype,
+        **plan.to_dict(),
+        "full_cache_bytes": {str(tokens): plan.full_cache_bytes(tokens) for tokens in FULL_CACHES},
+        "memory_bytes": room,
+        "memory_source": "given" if memory is not None else f"free on {place}",
+    }
+    if room is not None:
+        figures |= {
+            "fits": plan.total_bytes <= room,
+            "most_lanes": planner.most_lanes(ring, room, LANE_LIMIT),
+            "most_budget": planner.most_budget(ring, lanes, room, _MOST),
+        }
+    return figures

@@ -1,0 +1,372 @@
+"""What an engine takes of the memory, known from its configuration before a weight is loaded.
+
+Nothing is estimated by formula: decoder and ring are built on the meta device, where a tensor has a shape and no data,
+and the real prefill runs there while its live tensors are counted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ringkv.engine.config import RingConfig
+from ringkv.engine.retention import Retention
+from ringkv.engine.ring.storage import Ring
+from ringkv.engine.runner import Runner
+from ringkv.engine.sampling.steering import Steering
+from ringkv.engine.sampling.values import Sampler
+from ringkv.errors import RingkvError
+from ringkv.kernels.silu import silu_mul
+from ringkv.models.config import ModelConfig
+from ringkv.models.decoder import Decoder
+from ringkv.models.moe import FEW_ROWS, SparseMlp
+
+META = torch.device("meta")
+PROMPT = 4096  # tokens of the prompt that "auto" leaves room for
+MOST_BUDGET, MOST_LANES = 16384, 16  # what "auto" chooses at most
+HISTOGRAM_BYTES = 3 << 14  # a lane's, of one filter: 2,048 bins of 8 bytes for each of three digits
+SPARE = 0.1  # the share of the free memory that "auto" leaves alone
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A tensor of the ring: its shape, its type, its bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of an engine.
+
+    Attributes:
+        budget, window, lanes: what was planned. dtype: of weights, activations and ring.
+        weights_bytes, ring_bytes, scratch_bytes: what the engine holds as long as it lives, to the byte.
+        load_bytes: weights at the worst moment of loading, before there is a ring: more than ``weights_bytes`` where
+            they are read in float32 and then packed.
+        step_bytes: what a step captured on a GPU holds beside these; 0 where none is (see ``Planner.step_bytes``).
+        prompt_tokens, prefill_bytes: live tensors at the worst moment of reading such a prompt, beside the above; an
+            upper bound, since what retention and routing choose is only known from the data.
+        token_bytes: keys and values of one token in a cache that keeps all, one lane.
+        tables: what ``ring_bytes`` is the sum of.
+    """
+
+    budget: int
+    window: int
+    lanes: int
+    dtype: str
+    weights_bytes: int
+    load_bytes: int
+    ring_bytes: int
+    scratch_bytes: int
+    step_bytes: int
+    prompt_tokens: int
+    prefill_bytes: int
+    token_bytes: int
+    tables: Mapping[str, Table]
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it at the worst moment."""
+        held = self.weights_bytes + self.ring_bytes + self.scratch_bytes + self.step_bytes
+        return max(self.load_bytes, held + self.prefill_bytes)
+
+    def full_cache_bytes(self, tokens: int) -> int:
+        """Keys and values of all lanes where nothing is ever evicted."""
+        return self.token_bytes * tokens * self.lanes
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"total_bytes": self.total_bytes}
+
+
+class Planner:
+    """Plans engines of one model.
+
+    Args:
+        model: its configuration.
+        dtype: of weights, activations and ring.
+        packed: the weights of the products are float16 instead (see ``Decoder.pack``).
+        prompt: tokens of the prompt whose prefill must fit too.
+        captured: the step is captured, as on a GPU.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        dtype: torch.dtype,
+        prompt: int = PROMPT,
+        packed: bool = False,
+        captured: bool = False,
+    ) -> None:
+        self.model, self.dtype, self.prompt, self.captured = model, dtype, prompt, captured
+        self.weights_bytes = self.load_bytes = Decoder(model, META, dtype).nbytes
+        if packed:
+            # The head is packed, and the embedding rounded, before anything of what was read is freed.
+            self.load_bytes += 4 * model.vocab_size * model.hidden_size
+            self.weights_bytes = _packed_bytes(model)
+
+    def plan(self, config: RingConfig, lanes: int) -> Plan:
+        """The figures of an engine with this ring."""
+        ring = self._ring(config, lanes)
+        return Plan(
+            budget=config.kept,
+            window=config.window,
+            lanes=lanes,
+            dtype=str(self.dtype).removeprefix("torch."),
+            weights_bytes=self.weights_bytes,
+            load_bytes=self.load_bytes,
+            ring_bytes=ring.nbytes,
+            scratch_bytes=ring.scratch.nbytes,
+            step_bytes=self.step_bytes(lanes),
+            prompt_tokens=self.prompt,
+            prefill_bytes=self.prefill_bytes(config),
+            token_bytes=(ring.k.nbytes + ring.v.nbytes) // (config.capacity * lanes),
+            tables={
+                name: Table(tuple(x.shape), str(x.dtype).removeprefix("torch."), x.nbytes)
+                for name, x in ring.tensors().items()
+            },
+        )
+
+    def held_bytes(self, config: RingConfig, lanes: int) -> int:
+        """Ring, scratch and step."""
+        ring = self._ring(config, lanes)
+        return ring.nbytes + ring.scratch.nbytes + self.step_bytes(lanes)
+
+    def most_lanes(self, config: RingConfig, memory: int, most: int) -> int:
+        """How many lanes fit in so many bytes, weights and prefill included; at most ``most``, 0 if not even one."""
+        if self.load_bytes > memory:
+            return 0
+        left = memory - self.weights_bytes - self.prefill_bytes(config)
+        return _largest(lambda lanes: self.held_bytes(config, lanes) <= left, most)
+
+    def most_budget(self, config: RingConfig, lanes: int, memory: int, most: int) -> int:
+        """The largest budget that so many lanes may have; at most ``most``, 0 if none that the ring accepts fits."""
+
+        def fits(budget: int) -> bool:
+            sized = replace(config, budget=budget)
+            held = self.weights_bytes + self.held_bytes(sized, lanes)
+            return max(held, self.load_bytes) <= memory and held + self.prefill_bytes(sized) <= memory
+
+        before = config.least_budget - 1
+        more = _largest(lambda more: fits(before + more), most - before)
+        return before + more if more else 0
+
+    def step_bytes(self, lanes: int) -> int:
+        """What a captured step holds: tables that never move, and in the graph's pool what lives at once at the most.
+
+        That is a layer, or three numbers for every token of the vocabulary (logits, penalised logits, probabilities)
+        with two histograms. The blocks that torch's allocator takes for it are larger, by up to 40 MiB in all.
+        """
+        if not self.captured or (self.model.moe is not None and lanes > FEW_ROWS):
+            return 0
+        size = self.model.vocab_size
+        tables = Sampler(lanes, size, META, static=True).nbytes + Steering(lanes, None, META).nbytes
+        small = self._small()
+        decoder = Decoder(small, META, self.dtype)
+        with LiveBytes() as live, torch.inference_mode():
+            ids = torch.empty(lanes, dtype=torch.int64, device=META)
+            width = small.heads * small.head_dim
+            decoder.logits(decoder.forward(ids, lambda layer, qkv: qkv.new_empty(len(qkv), width)))
+        drawing = lanes * (3 * size * 4 + 2 * HISTOGRAM_BYTES)
+        return tables + max(live.peak, drawing)
+
+    def _small(self) -> ModelConfig:
+        """A model that tells: from the second layer on all are alike, and the last is sparse where some are dense."""
+        layers, moe = min(3, self.model.layers), self.model.moe
+        if moe is not None and moe.layers:
+            sparse = range(layers) if len(moe.layers) == self.model.layers else (layers - 1,)
+            moe = replace(moe, layers=tuple(sparse))
+        return replace(self.model, layers=layers, moe=moe, nope_layers=self.model.nope_layers and (0,))
+
+    def prefill_bytes(self, config: RingConfig) -> int:
+        """Live tensors at the peak of a prefill, beside weights, ring and scratch."""
+        small = self._small()
+        decoder, ring = Decoder(small, META, self.dtype), Ring(small, config, 1, META, self.dtype)
+        ring.retention = _KeepsAll(ring.retention, self.model.layers - 1)
+        for layer in decoder.layers:
+            if isinstance(layer.mlp, SparseMlp):
+                layer.mlp = _OneExpert(layer.mlp)  # type: ignore[assignment]
+        runner = Runner(decoder, ring, Sampler(1, small.vocab_size, META), Steering(1, None, META))
+        ring.reset(0, seed=0)
+        with LiveBytes() as live:
+            runner.prefill(0, [0] * self.prompt)
+        return live.peak
+
+    def _ring(self, config: RingConfig, lanes: int) -> Ring:
+        return Ring(self.model, config, lanes, META, self.dtype)
+
+
+def settle(
+    model: ModelConfig,
+    ring: RingConfig,
+    lanes: int | str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    loaded: bool = False,
+    packed: bool = False,
+    free: int | None = None,
+) -> tuple[RingConfig, int]:
+    """Choose what is "auto", and refuse what the free memory cannot hold.
+
+    budget "auto" is the largest that fits, up to 16384, for the given lanes (one, where they are "auto" too); lanes
+    "auto" as many as then fit, up to 16. Both leave room for the prefill of a prompt of 4096 tokens, and a tenth of the
+    free memory alone.
+
+    Args:
+        dtype: of activations and ring. packed: the products' weights are float16 (see ``Decoder.pack``).
+        loaded: the weights are in memory already.
+        free: bytes to fit into; None is what is free on the device.
+
+    Raises:
+        RingkvError: with the arithmetic.
+    """
+    free = free_memory(device) if free is None else free
+    planner = Planner(model, dtype, packed=packed, captured=device.type == "cuda")
+    if loaded:
+        planner.weights_bytes = planner.load_bytes = 0
+    if "auto" in (ring.budget, lanes):
+        if free is None:
+            raise RingkvError("auto: this system does not tell its free memory; give budget and lanes as ints")
+        room = int(free * (1 - SPARE))
+        if ring.budget == "auto":
+            first = 1 if isinstance(lanes, str) else lanes
+            ring = replace(ring, budget=planner.most_budget(ring, first, room, MOST_BUDGET) or ring.least_budget)
+        if isinstance(lanes, str):
+            lanes = max(1, planner.most_lanes(ring, room, MOST_LANES))
+    assert isinstance(lanes, int)
+    held = planner.held_bytes(ring, lanes)
+    if free is not None and planner.load_bytes > free:
+        weights = f"loading takes {size(planner.load_bytes)} for weights that then take {size(planner.weights_bytes)}"
+        raise RingkvError(f"memory: {weights}, and {size(free)} are free on {device}")
+    if free is not None and planner.weights_bytes + held > free:
+        weights = f"weights {size(planner.weights_bytes)} + " * (not loaded)
+        parts = "ring, scratch and step" if planner.captured else "ring and scratch"
+        raise RingkvError(
+            f"memory: {weights}{parts} {size(held)} (budget {ring.budget} + window {ring.window}, {lanes} "
+            f"lane{'s' * (lanes > 1)}) = {size(planner.weights_bytes + held)}, and {size(free)} are free on {device}"
+        )
+    return ring, lanes
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can be taken on a device without pushing anything out; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "24GiB", "500 MB", "1.5G" (decimal without the i) or a plain number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    number, unit, binary = found.groups(default="") if found is not None else ("inf", "", "")
+    count = float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()]
+    if count >= 2**63:
+        raise RingkvError.bad("memory", text, "a size such as 24GiB, 500MB or 1.5G")
+    return int(count)
+
+
+def size(count: float) -> str:
+    """Bytes for a person: "1.25 GiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make while it is active, and when they go.
+
+    Attributes:
+        now, peak: bytes of those that are alive, and the most there were at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and (key := _storage(x)) not in given and key not in self._sizes:
+                storage = x.untyped_storage()
+                self._sizes[key] = storage.nbytes()
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._gone, key)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)
+
+
+class _KeepsAll:
+    """A retention that takes as much memory as another may, and keeps everything, the most it can."""
+
+    name: ClassVar[str] = "all"
+
+    def __init__(self, own: Retention, layer: int) -> None:
+        self._own, self._layer = own, layer
+
+    def keep(self, layer: int, n: int, last_attention: Callable[[], Tensor]) -> None:
+        # It reads its result on the host, and here there is none; its tensors are counted up to there.
+        with suppress(RuntimeError, NotImplementedError):
+            self._own.keep(self._layer, n, last_attention)
+
+
+class _OneExpert:
+    """A sparse MLP in its worst case: every token of a block through the same expert."""
+
+    def __init__(self, own: SparseMlp) -> None:
+        self._own = own
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, chosen = self._own.route(x)
+        out, row, rank = torch.zeros_like(x), torch.zeros_like(chosen[:, 0]), torch.zeros_like(chosen[:, 0])
+        h = F.linear(silu_mul(F.linear(x[row], self._own.gate_up[0])), self._own.down[0])
+        return out.index_add_(0, row, h * weight[row, rank, None])
+
+
+def _packed_bytes(model: ModelConfig) -> int:
+    """Weights of ``Decoder.pack``: matrices in float16, a tied embedding twice; norms and biases in float32."""
+    weights = Decoder(model, META, torch.float32).destinations()
+    matrices = sum(x.numel() for x in weights.values() if x.dim() > 1)
+    if model.tie_embeddings:
+        matrices += model.vocab_size * model.hidden_size
+    return 2 * matrices + sum(x.nbytes for x in weights.values() if x.dim() == 1)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _largest(fits: Callable[[int], bool], most: int) -> int:
+    """The largest of 1 .. most that fits, where smaller ones fit too; 0 if none does."""
+    return bisect_left(range(1, max(0, most) + 1), True, key=lambda value: not fits(value))

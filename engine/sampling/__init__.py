@@ -1,0 +1,1 @@
+"""How the next token is drawn: the effective values, the lanes' state on the device, forced tokens."""

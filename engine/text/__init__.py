@@ -1,0 +1,1 @@
+"""Text around the tokens: encoding, chat templates, thoughts, stop strings, repetition."""

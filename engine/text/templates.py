@@ -1,0 +1,78 @@
+"""Chat templates: from messages to the text that a model was trained on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from ringkv.engine.text.sandbox import Sandbox
+from ringkv.errors import RingkvError
+
+_MAX_SOURCE = 1 << 18  # characters of a template; real ones have ten thousand
+_MAX_MESSAGE = 400
+
+
+class ChatTemplate:
+    """A chat template with the tokens that it may print, rendered in a ``Sandbox`` of its own.
+
+    Args:
+        source: jinja, with what transformers adds to it.
+        special_tokens: variables such as ``bos_token``.
+
+    Raises:
+        RingkvError: the source is not valid jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        if len(source) > _MAX_SOURCE:
+            raise RingkvError(f"chat template: {len(source)} characters: accepted are {_MAX_SOURCE}")
+        self.source = source
+        self._special_tokens: dict[str, Any] = dict(special_tokens or {})
+        self._sandbox = Sandbox()
+        self._lock = threading.Lock()
+        try:
+            self._template = self._sandbox.from_string(source)
+        except Exception as error:  # compiling evaluates constant expressions, which raise whatever they raise
+            raise _one_line(error) from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        thinking: bool | None = None,
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: of plain JSON types.
+            add_generation_prompt: whether the text ends where the assistant begins.
+            thinking: the variable ``enable_thinking``; None leaves it undefined.
+
+        Raises:
+            RingkvError: the template raises an error, or is stopped for taking too long.
+        """
+        variables = self._special_tokens | {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if thinking is not None:
+            variables["enable_thinking"] = thinking
+        with self._lock:
+            try:
+                self._sandbox.start(messages)
+                return "".join(map(self._sandbox.charged, self._template.generate(variables)))
+            # A template is a program, and raises whatever a program raises.
+            except Exception as error:
+                raise _one_line(error) from error
+
+
+def _one_line(error: Exception) -> RingkvError:
+    text = " ".join(str(error).split())[:_MAX_MESSAGE]
+    expected = isinstance(error, TemplateError) and text
+    return RingkvError(f"chat template: {text if expected else f'{type(error).__name__}: {text}'}")

@@ -1,0 +1,1 @@
+"""Where weights come from: safetensors folders, GGUF files, the hub, block-wise FP8."""

@@ -1,0 +1,91 @@
+"""Checkpoints from the Hugging Face hub, through its own client and cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ringkv.errors import RingkvError
+from ringkv.models.checkpoints.folder import INDEX, SINGLE
+
+# Nothing else is downloaded: no pickles, no second copy under other names, no code.
+NEEDED = [
+    "config.json",
+    "generation_config.json",
+    SINGLE,
+    INDEX,
+    "model-*.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+
+
+def fetch(hub_id: str, revision: str | None = None, *, config_only: bool = False) -> Path:
+    """The folder of a snapshot in the local hub cache, downloaded if it is not there.
+
+    Args:
+        config_only: config.json is all that is downloaded, and all that must be there.
+
+    The client reads the token (``HF_TOKEN`` or a login), ``HF_HUB_OFFLINE``, ``HF_HOME``, and shows progress bars on
+    a terminal.
+
+    Raises:
+        RingkvError: no such repository or revision, gated, offline and not in the cache, a broken cache, or the
+            hub cannot be reached.
+    """
+    from huggingface_hub import constants, errors, snapshot_download
+
+    at = hub_id if revision is None else f"{hub_id} at revision {revision!r}"
+    try:
+        folder = Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=["config.json"] if config_only else NEEDED)
+        )
+    except errors.GatedRepoError as error:
+        raise RingkvError(
+            f"{at}: this repository is gated: accept its terms at {constants.ENDPOINT}/{hub_id}, then log in with "
+            "`hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise RingkvError(
+            f"{at}: the hub has no such repository, or it is private: check the name, or log in with `hf auth login` "
+            "or set HF_TOKEN"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise RingkvError(f"{at}: the hub has the repository, but no such revision") from error
+    except errors.HFValidationError as error:
+        raise RingkvError(f"{at}: not a hub id: {_line(error)}") from error
+    except errors.LocalEntryNotFoundError as error:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise RingkvError(
+            f"{at}: {reason}, and the cache {constants.HF_HUB_CACHE} holds no complete copy: {_line(error)}"
+        ) from error
+    except Exception as error:
+        # The client lets through the errors of whichever HTTP library it uses, and those of the disk.
+        raise RingkvError(f"{at}: the download failed: {type(error).__name__}: {_line(error)}") from error
+    return _whole(folder, at, config_only)
+
+
+def _whole(folder: Path, at: str, config_only: bool) -> Path:
+    """Refuse a snapshot whose links lead nowhere: its blobs were deleted or never arrived."""
+    if config_only and (folder / "config.json").exists():
+        return folder
+    remedy = f"delete {folder.parents[1]} and run again while online"
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise RingkvError(
+                f"{at}: the cache is broken: {path} points to {os.readlink(path)}, which is not there: {remedy}"
+            )
+    if not (folder / "config.json").exists() or not any((folder / name).exists() for name in (SINGLE, INDEX)):
+        raise RingkvError(
+            f"{at}: {folder} holds no config.json with {SINGLE} or {INDEX}: either the repository has none (GGUF and "
+            f"pickle repositories are not read from the hub), or the cache is incomplete: then {remedy}"
+        )
+    return folder
+
+
+def _line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 400 else text[:400] + "..."

@@ -1,0 +1,266 @@
+"""The plan against what an engine really allocates, and the choices made from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ringkv import Engine, RingConfig, RingkvError
+from ringkv.engine import memory as plan
+from ringkv.engine.memory import LiveBytes, Planner, free_memory, parse_size, settle
+from ringkv.engine.policies import POLICIES
+from ringkv.engine.sampling.steering import Steering
+from ringkv.engine.sampling.values import Sampler
+from ringkv.kernels.backend import use
+from ringkv.models.config import MoeConfig
+from ringkv.models.decoder import Decoder
+from ringkv.models.linear import can_pack
+from ringkv.models.weights import StateDictCheckpoint, load_decoder
+from tiny import tiny_config, tiny_decoder, tiny_weights
+
+CPU = torch.device("cpu")
+
+
+def model_shaped(family="llama", **changes):
+    """SmolLM2's proportions, a few layers of it."""
+    sizes = {"vocab_size": 4096, "hidden_size": 576, "intermediate_size": 1536, "head_dim": 64, "tie_embeddings": True}
+    return tiny_config(family, **{**sizes, "heads": 9, "kv_heads": 3, "layers": 4, **changes})
+
+
+SHAPES = {
+    "as SmolLM2": model_shaped(),
+    "as many KV heads": model_shaped(heads=8, kv_heads=8, head_dim=32, hidden_size=256, tie_embeddings=False),
+    "one KV head": model_shaped("qwen3", heads=16, kv_heads=1, hidden_size=512, intermediate_size=2048, layers=3),
+    "sparse": model_shaped(
+        "qwen3", heads=4, kv_heads=2, hidden_size=256, layers=3, moe=MoeConfig(8, 2, 128, True, (1, 2))
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def decoders():
+    """Random decoders of the shapes, in float32."""
+    made = {name: Decoder(config, CPU, torch.float32) for name, config in SHAPES.items()}
+    for decoder in made.values():
+        for view in decoder.destinations().values():
+            view.normal_(std=0.05)
+    return made
+
+
+@pytest.mark.parametrize("lanes", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["vase-attnv", "h2o", "curdkv", "full"])
+def test_the_plan_is_what_an_engine_allocates(policy, dtype, lanes):
+    config, ring = tiny_config("qwen2"), RingConfig(48, 8, policy)
+    planned = Planner(config, dtype, prompt=8).plan(ring, lanes)
+    with Engine(Decoder(config, CPU, dtype), ring=ring, lanes=lanes) as engine:
+        assert planned.ring_bytes == engine.ring.nbytes == sum(x.nbytes for x in engine.ring.tensors().values())
+        assert planned.ring_bytes == sum(table.bytes for table in planned.tables.values())
+        assert planned.scratch_bytes == engine.ring.scratch.nbytes
+        assert planned.weights_bytes == engine.model.nbytes
+        held = {name: getattr(planned, name) for name in engine.plan()}
+        assert held == engine.plan()
+        assert planned.full_cache_bytes(56) == engine.ring.k.nbytes + engine.ring.v.nbytes
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_weights_are_planned_to_the_byte(tied):
+    config = tiny_config("qwen2", tie_embeddings=tied)
+    weights = {
+        name: x for name, x in tiny_weights(config, torch.float32).items() if name != "lm_head.weight" or not tied
+    }
+    with Engine(weights, config=config, dtype="float16") as engine:
+        planned = Planner(config, engine.model.dtype, packed=can_pack())
+        assert planned.weights_bytes == engine.model.nbytes
+
+
+@pytest.mark.parametrize("n", [700, 2500])
+@pytest.mark.parametrize("policy", ["vase-attnv", "h2o", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_prefill_peak_bounds_what_a_prefill_keeps_alive(policy, dtype, n):
+    config = model_shaped()
+    ring = RingConfig(4096 if policy == "full" else 256, 64, policy, retention="all")
+    planned = Planner(config, dtype, prompt=n).prefill_bytes(ring)
+    decoder = Decoder(config, CPU, dtype)
+    for view in decoder.destinations().values():
+        view.normal_(std=0.05)
+    with Engine(decoder, ring=ring) as engine:
+        engine.ring.reset(0, seed=0)
+        with LiveBytes() as live:
+            engine._runner.prefill(0, torch.randint(0, 4096, (n,)).tolist())
+    assert live.peak <= planned <= 1.15 * live.peak
+
+
+@pytest.mark.parametrize("retention", ["all", "refreekv"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_prefill_peak_of_every_policy_and_shape(decoders, shape, policy, retention, cpu_path):
+    if policy == "full" and retention != "all":
+        retention = None
+    ring = RingConfig(500 if policy == "full" else 256, 64, policy, retention)
+    planned = Planner(SHAPES[shape], torch.float32, prompt=400).prefill_bytes(ring)
+    with Engine(decoders[shape], ring=ring) as engine:
+        engine.ring.reset(0, seed=0)
+        with use(cpu_path), LiveBytes() as live:
+            engine._runner.prefill(0, torch.randint(0, 4096, (400,)).tolist())
+    assert live.peak <= planned <= 1.15 * live.peak
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_peak_of_loading_packed_weights(tied):
+    config = model_shaped(tie_embeddings=tied)
+    weights = tiny_weights(config, torch.float32)
+    planner = Planner(config, torch.float32, packed=True)
+    with LiveBytes() as live:
+        load_decoder(StateDictCheckpoint(weights, config), CPU, torch.float32).pack()
+    # The packed head is no tensor and not counted; what is left of the parameters, shapes without data, is.
+    packed_head, shapes = 2 * config.vocab_size * config.hidden_size, Decoder(config, CPU, torch.float32).nbytes
+    assert planner.load_bytes == pytest.approx(live.peak + packed_head - shapes, rel=1e-3)
+    assert planner.load_bytes > 1.9 * planner.weights_bytes - packed_head
+
+
+def tensors_of(thing):
+    """Every tensor that an object holds, in its lists and dicts too."""
+    return [x for x in tree_leaves(list(vars(thing).values())) if isinstance(x, torch.Tensor)]
+
+
+def test_the_tables_of_a_captured_step_are_planned_to_the_byte():
+    for lanes in (1, 5, 16):
+        sampler, steering = Sampler(lanes, 4096, CPU, static=True), Steering(lanes, (1, 2), CPU)
+        assert sampler.nbytes == sum(x.nbytes for x in {id(x): x for x in tensors_of(sampler)}.values())
+        assert steering.nbytes == sum(x.nbytes for x in tensors_of(steering))
+        planned = Planner(model_shaped(), torch.float32, captured=True)
+        pool = lanes * (3 * 4096 * 4 + 2 * 3 * 2048 * 8)
+        assert planned.step_bytes(lanes) == sampler.nbytes + steering.nbytes + pool
+        assert Planner(model_shaped(), torch.float32).step_bytes(lanes) == 0
+
+
+def test_a_captured_step_is_part_of_the_total():
+    config, ring = model_shaped(), RingConfig(48, 8)
+    eager, captured = (Planner(config, torch.float32, 8, captured=each) for each in (False, True))
+    step = captured.step_bytes(2)
+    assert captured.plan(ring, 2).total_bytes == eager.plan(ring, 2).total_bytes + step
+    assert captured.held_bytes(ring, 2) == eager.held_bytes(ring, 2) + step
+    assert captured.most_lanes(ring, captured.plan(ring, 5).total_bytes, 100) == 5
+
+
+def test_a_gpu_is_refused_what_its_step_does_not_fit(monkeypatch):
+    config, ring, gpu = model_shaped(), RingConfig(48, 8), torch.device("cuda")
+    planned = Planner(config, torch.float32, captured=True)
+    held = planned.weights_bytes + planned.held_bytes(ring, 2)
+    settle(config, ring, 2, torch.float32, gpu, free=held)
+    with pytest.raises(RingkvError, match="ring, scratch and step"):
+        settle(config, ring, 2, torch.float32, gpu, free=held - 1)
+
+
+def test_live_bytes_counts_what_lives_and_not_views_or_writes_in_place():
+    before = torch.zeros(100)
+    with LiveBytes() as live:
+        one = torch.zeros(1000)
+        two = one + 1
+        view = two.view(10, 100)[1:]
+        one.add_(1)
+        before.add_(1)
+        del two
+        assert live.now == live.peak == 8000  # the view holds what was deleted
+        del view, one
+        assert live.now == 0
+    assert live.peak == 8000
+
+
+def test_lanes_and_budget_are_the_most_that_fit():
+    planner, ring = Planner(tiny_config(), torch.float32, prompt=64), RingConfig(48, 8)
+    for lanes in (1, 5):
+        total = planner.plan(ring, lanes).total_bytes
+        assert planner.most_lanes(ring, total, 100) == lanes
+        assert planner.most_lanes(ring, total - 1, 100) == lanes - 1
+        assert planner.most_budget(ring, lanes, total, 1000) == 48
+        assert planner.most_budget(ring, lanes, total - 1, 1000) == 47
+    assert planner.most_lanes(ring, 1 << 40, 7) == 7
+    assert planner.most_budget(ring, 1, 1 << 40, 77) == 77
+    assert planner.most_budget(ring, 1, 1000, 77) == 0
+
+
+def test_auto_takes_what_fits_and_leaves_a_tenth(monkeypatch):
+    config, ring = tiny_config(), RingConfig("auto", 8)
+    planner = Planner(config, torch.float32)
+    wanted = planner.plan(replace(ring, budget=500), 3).total_bytes
+    monkeypatch.setattr(plan, "free_memory", lambda device: int(wanted / 0.9) + 1)
+    assert settle(config, ring, 3, torch.float32, CPU) == (replace(ring, budget=500), 3)
+    assert settle(config, replace(ring, budget=500), "auto", torch.float32, CPU)[1] == 3
+    monkeypatch.setattr(plan, "free_memory", lambda device: 1 << 40)
+    chosen, lanes = settle(config, ring, "auto", torch.float32, CPU)
+    assert (chosen.budget, lanes) == (16384, 16)
+
+
+def test_an_engine_settles_auto_and_keeps_it(monkeypatch):
+    config = tiny_config()
+    monkeypatch.setattr(plan, "MOST_BUDGET", 100)
+    monkeypatch.setattr(plan, "MOST_LANES", 2)
+    weights = tiny_weights(config, torch.float32)
+    for model in ({"model": weights, "config": config}, {"model": tiny_decoder(config, weights)}):
+        with Engine(**model, ring=RingConfig("auto", 8), lanes="auto") as engine:
+            assert (engine.ring.config.budget, engine.lanes, engine.ring.lanes) == (100, 2, 2)
+
+
+def test_what_cannot_fit_is_refused_with_the_arithmetic(monkeypatch):
+    config, ring = tiny_config(), RingConfig(48, 8)
+    planned = Planner(config, torch.float32).plan(ring, 2)
+    held = planned.weights_bytes + planned.ring_bytes + planned.scratch_bytes
+    monkeypatch.setattr(plan, "free_memory", lambda device: held)
+    settle(config, ring, 2, torch.float32, CPU)
+    monkeypatch.setattr(plan, "free_memory", lambda device: held - 1)
+    settle(config, ring, 2, torch.float32, CPU, loaded=True)
+    with pytest.raises(RingkvError, match=r"^memory: weights .* \+ ring and scratch .*budget 48 .*2 lanes.* are free"):
+        settle(config, ring, 2, torch.float32, CPU)
+    with pytest.raises(RingkvError, match="memory: "):
+        Engine(tiny_weights(config, torch.float32), config=config, ring=ring, lanes=2, dtype="float32")
+
+
+def test_what_cannot_be_loaded_is_refused_with_the_arithmetic(monkeypatch):
+    config, ring = model_shaped(vocab_size=49152, layers=30), RingConfig(48, 8)
+    planner = Planner(config, torch.float32, packed=True)
+    assert planner.plan(ring, 1).total_bytes == planner.load_bytes
+    monkeypatch.setattr(plan, "free_memory", lambda device: planner.load_bytes)
+    settle(config, ring, 1, torch.float32, CPU, packed=True)
+    monkeypatch.setattr(plan, "free_memory", lambda device: planner.load_bytes - 1)
+    settle(config, ring, 1, torch.float32, CPU, packed=True, loaded=True)
+    with pytest.raises(RingkvError, match=r"^memory: loading takes .* for weights that then take .* are free on cpu$"):
+        settle(config, ring, 1, torch.float32, CPU, packed=True)
+    assert planner.most_lanes(ring, planner.load_bytes, 1) == 1
+    assert planner.most_lanes(ring, planner.load_bytes - 1, 1) == 0
+    assert planner.most_budget(ring, 1, planner.load_bytes, 60) == 60
+    assert planner.most_budget(ring, 1, planner.load_bytes - 1, 60) == 0
+
+
+@pytest.mark.parametrize("value", ["many", 0, 1.5, None, True])
+def test_neither_int_nor_auto_is_refused(value):
+    with pytest.raises(RingkvError, match=r"budget = .*accepted is an int >= 1 or 'auto'"):
+        RingConfig(value)
+    with pytest.raises(RingkvError, match=r"lanes = .*accepted is an int >= 1 or 'auto'"):
+        Engine({}, config={}, lanes=value)
+    with pytest.raises(RingkvError, match="an engine chooses it"):
+        _ = RingConfig("auto").capacity
+
+
+@pytest.mark.parametrize(
+    "text, count",
+    [("24GiB", 24 << 30), ("500MB", 500_000_000), ("1.5G", 1_500_000_000), ("7", 7), ("2 kib", 2048), ("1T", 10**12)],
+)
+def test_sizes_are_read(text, count):
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1.G", "5 apples", "1iB", "1e9", "9" * 400, "8388608TiB"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(RingkvError, match="memory = "):
+        parse_size(text)
+
+
+def test_free_memory_is_found():
+    free = free_memory(CPU)
+    assert free is not None
+    assert 1 << 20 < free < 1 << 50
