@@ -15,22 +15,16 @@ from ringkv.apps.measure.bench import Clock
 from ringkv.apps.measure.peer import peer_times
 from ringkv.engine.config import RingConfig, SamplingParams
 from ringkv.engine.graph import GraphRunner, capture
+from ringkv.engine.ring.evict import evict_due, live_tokens
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling.steering import Steering
 from ringkv.engine.sampling.values import Sampler, Sampling
-from ringkv.kernels.advance import commit
-from ringkv.kernels.append import append, record, value_range
-from ringkv.kernels.attention import decode_attention
+from ringkv.kernels.append import value_range
 from ringkv.kernels.backend import use
-from ringkv.kernels.norm import add_rms_norm
-from ringkv.kernels.penalize import penalize
-from ringkv.kernels.philox import philox
 from ringkv.kernels.rotate import Angles
-from ringkv.kernels.sample import Filters, sample
-from ringkv.kernels.select import free, lowest
-from ringkv.kernels.silu import silu_mul
-from ringkv.kernels.steer import steer
+from ringkv.kernels.sample import Filters
+from ringkv.kernels.table import add_rms_norm, attend, commit, free, lowest, penalize, philox, sample, silu_mul, steer
 from ringkv.models.config import ModelConfig, RopeConfig
 from ringkv.models.decoder import Decoder
 
@@ -145,7 +139,8 @@ def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None
             ring.unobserved[:] = min(window, count) - 1
             if clock is not None:
                 clock.mark()
-            ring.settle()
+            ring.follow()
+            evict_due(ring)
             if clock is not None:
                 clock.mark()
     return runner
@@ -170,19 +165,14 @@ def kernel_cases(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> I
     qkv = normal(lanes, (config.heads + 2 * config.kv_heads) * config.head_dim)
     angles = Angles(*one.rope.cos_sin(ring.seen))
 
-    def appended() -> Tensor:
-        ring.begin_step()
-        q = append(qkv, layer.qk_norms, 1e-6, angles, ring._views[0], ring._places[0])
-        if ring._places[0] is not None:
-            record(q[None], ring.v, ring.v_range, ring.queries, *ring._written)
-        return torch.cat([x.view(-1, config.head_dim) for x in (q, ring.k, ring.v, ring.queries)])
+    def attended() -> Tensor:
+        out = attend(qkv, layer.qk_norms, 1e-6, angles, ring.views[0])
+        return torch.cat([x.view(-1, config.head_dim) for x in (out, ring.k, ring.v, ring.queries)])
 
-    yield "append", appended
-    q = normal(lanes, config.heads, config.head_dim)
-    yield "decode_attention", lambda: decode_attention(q, ring._views[0], ring._places[0])
+    yield "attend", attended
 
     pairs = [(0, lane) for lane in range(min(lanes, 4))]
-    live = ring.live(pairs)
+    live = live_tokens(ring, pairs)
     projection = normal(len(pairs), config.head_dim, 20, of=torch.float32) * 20**-0.5
     since = live.seen - live.window
     yield "window_attention", lambda: live.attention()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringkv.engine.ring.evict import warm_up
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Drawn, Runner
 from ringkv.engine.sampling.steering import Steering
@@ -19,7 +20,7 @@ from ringkv.models.decoder import Decoder
 from ringkv.models.moe import FEW_ROWS
 
 Outputs = tuple[Tensor, Tensor | None, Tensor]  # tokens [B], which were forced [B], logits [B, V]
-Step = Callable[[], Outputs]
+DeviceStep = Callable[[], Outputs]
 WARM_UP = 3
 
 
@@ -37,7 +38,7 @@ def _side_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def capture(step: Step) -> Step:
+def capture(step: DeviceStep) -> DeviceStep:
     """``step`` as a CUDA graph: calling it replays the graph; what it returns are always the same tensors."""
     stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
@@ -78,7 +79,7 @@ class GraphRunner(Runner):
         ring: Ring,
         sampler: Sampler,
         steering: Steering,
-        captured: Callable[[Step], Step] = capture,
+        captured: Callable[[DeviceStep], DeviceStep] = capture,
     ) -> None:
         super().__init__(model, ring, sampler, steering)
         assert not ring.running
@@ -88,7 +89,7 @@ class GraphRunner(Runner):
         self._buffers: deque[dict[int, Tensor]] = deque([{}, {}])
         with torch.inference_mode(), torch.cuda.device_of(ring.k):
             self._replay = captured(self.device_step)
-            ring.warm_up()
+            warm_up(ring)
 
     @torch.inference_mode()
     def launch(self) -> None:
@@ -102,7 +103,7 @@ class GraphRunner(Runner):
             landed = torch.cuda.Event()
             landed.record(torch.cuda.current_stream(self.model.device))
         self._flights.append(Flight(fields, landed))
-        self.ring.settle()
+        self.after_step()
 
     def collect(self) -> Drawn:
         """The tokens of the oldest step that was launched and not collected."""

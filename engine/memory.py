@@ -28,7 +28,7 @@ from ringkv.engine.runner import Runner
 from ringkv.engine.sampling.steering import Steering
 from ringkv.engine.sampling.values import Sampler
 from ringkv.errors import RingkvError
-from ringkv.kernels.silu import silu_mul
+from ringkv.kernels.table import silu_mul
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
 from ringkv.models.moe import FEW_ROWS, SparseMlp

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringkv.engine.retention import last_attention
+from ringkv.engine.ring.admit import admit
+from ringkv.engine.ring.evict import evict_due
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.sampling.steering import Steering
 from ringkv.engine.sampling.values import Sampler
-from ringkv.kernels.advance import commit
-from ringkv.kernels.prefill_attention import causal_attention
+from ringkv.kernels.table import attend, causal_attention, commit
 from ringkv.models.decoder import Decoder, Layer
 
 Progress = Callable[[int, int], None]  # layers done, layers in all; may raise to stop the prefill
@@ -82,8 +83,8 @@ class Runner:
         def attention(layer: Layer, qkv: Tensor) -> Tensor:
             q, k, v = model.split(layer, qkv, angles[layer.index])
             out = causal_attention(q, k, v, ring.scratch)
-            kept = ring.retention.keep(layer.index, n, lambda: last_attention(q[-1], k))
-            ring.admit(layer.index, lane, q, k, v, kept)
+            let_in = ring.retention.keep(layer.index, n, lambda: last_attention(q[-1], k))
+            admit(ring, layer.index, lane, q, k, v, let_in)
             if progress is not None:
                 progress(layer.index + 1, model.config.layers)
             return out
@@ -99,34 +100,39 @@ class Runner:
         self.ring.next_token[lane] = token[0]
         return Drawn.of(self._outcome(token, forced, logits))
 
-    @torch.inference_mode()
-    def step(self) -> Drawn:
-        """One token for every running lane, by lane."""
-        logits = self.forward(self.ring.next_token)
-        return Drawn.of(self._outcome(*self._draw(logits), logits))
-
     latency = 0  # steps that may be launched before the tokens of one are read
 
+    @torch.inference_mode()
     def launch(self) -> None:
-        """Launch a step; ``collect`` gives its tokens."""
-        self._flying.append(self.step())
+        """Launch a step, one token for every running lane, and evict where it filled a layer; ``collect`` reads it."""
+        outcome = self._outcome(*self.device_step())
+        self.after_step()
+        self._flying.append(Drawn.of(outcome))
 
     def collect(self) -> Drawn:
         """The tokens of the oldest step that was launched and not collected."""
         return self._flying.popleft()
 
+    def step(self) -> Drawn:
+        """Launch a step and read it."""
+        self.launch()
+        return self.collect()
+
     def drain(self) -> None:
         """Forget the steps that were launched and not collected."""
         self._flying.clear()
 
+    def after_step(self) -> None:
+        """What the host does once a step is launched: follow it in its mirrors, and evict where a layer is full."""
+        self.ring.follow()
+        evict_due(self.ring)
+
     def device_step(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """All of a step that is the device's: the tokens [B], which were forced [B], the logits [B, V]."""
-        logits = self._forward(self.ring.next_token)
-        return *self._draw(logits), logits
-
-    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        ring = self.ring
+        logits = self._forward(ring.next_token)
         token, forced = self._next(logits)
-        return commit(token, self.ring.active, self.ring.next_token), forced
+        return commit(token, ring.active, ring.next_token), forced, logits
 
     def _next(self, logits: Tensor, lanes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
         token, forced = self.steering.apply(self.sampler.draw(logits, self.ring, lanes), lanes)
@@ -145,24 +151,23 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, token: Tensor) -> Tensor:
-        """Append ``token`` [B] to the running lanes and advance them; returns the logits that follow [B, V]."""
+        """A step that draws nothing: append ``token`` [B] to the running lanes; returns the next logits [B, V]."""
         logits = self._forward(token)
-        self.ring.settle()
+        self.after_step()
         return logits
 
     def _forward(self, token: Tensor) -> Tensor:
         """The device's part of ``forward``."""
         model, ring = self.model, self.ring
-        ring.begin_step()
         angles = model.angles(ring.seen, ring.seen + 1)
 
         def attention(layer: Layer, qkv: Tensor) -> Tensor:
-            norms, eps = layer.qk_norms, model.config.rms_eps
             own = qkv[: ring.lanes] if self._padding else qkv
-            out = ring.attend(layer.index, own, norms, eps, angles[layer.index])
+            view = ring.views[layer.index]
+            out = attend(own, layer.qk_norms, model.config.rms_eps, angles[layer.index], view)
             return F.pad(out, (0, 0, 0, self._padding)) if self._padding else out
 
         ids = token.clamp(min=0)
         hidden = model.forward(F.pad(ids, (0, self._padding)) if self._padding else ids, attention)
-        ring.end_step()
+        ring.advance()
         return model.logits(hidden)[: ring.lanes]

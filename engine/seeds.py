@@ -6,7 +6,7 @@ import secrets
 
 import torch
 
-from ringkv.kernels.philox import philox
+from ringkv.kernels.table import philox
 
 
 def effective_seed(given: int | None, engine_seed: int | None, index: int, greedy: bool) -> int:

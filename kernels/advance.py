@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ringkv.kernels.backend import dispatched
 
-
-@dispatched
 def advance(active: Tensor, count: Tensor, seen: Tensor) -> None:
     """Count the token that every active lane has appended, in place.
 
@@ -18,7 +15,6 @@ def advance(active: Tensor, count: Tensor, seen: Tensor) -> None:
     seen += active
 
 
-@dispatched
 def commit(token: Tensor, active: Tensor, next_token: Tensor) -> Tensor:
     """Hand the drawn tokens to the next step, in place; a lane whose row was not finite runs no further.
 

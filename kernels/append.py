@@ -5,21 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringkv.kernels.backend import dispatched
-from ringkv.kernels.layer import LayerRing, Places
+from ringkv.kernels.layer import LayerRing
 from ringkv.kernels.rotate import Angles, split_rotate
 
 
-@dispatched
-def append(
-    qkv: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    angles: Angles,
-    ring: LayerRing,
-    at: Places | None,
-) -> Tensor:
-    """Write a step's keys, values, value ranges and queries to their slots, in place; return the queries.
+def append(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles: Angles, ring: LayerRing) -> Tensor:
+    """Write a step's keys, values, value ranges, position marks and queries into a layer, in place.
 
     Args:
         qkv: [B, (Hq + 2H) * D], the fused projection, in the ring's dtype.
@@ -27,40 +18,30 @@ def append(
         eps: of these norms.
         angles: of position ``ring.seen``, [B, D/2].
         ring: the layer. Nothing of a lane that is not active is written.
-        at: where to write. The twin needs it, and writes keys and values alone: position marks come before all layers
-            and ``record`` after them, since one write then serves all. No kernel needs it.
 
     Returns:
-        [B, Hq, D] after norm and RoPE; undefined for a lane that is not active.
+        The queries [B, Hq, D] after norm and RoPE; undefined for a lane that is not active.
     """
-    assert at is not None
-    q, k, v = split_rotate(qkv, norms, eps, angles, ring.queries.shape[1], ring.k.shape[1])
-    if at.lanes is not None:
-        k, v = k[at.lanes], v[at.lanes]
-    k_rows, v_rows = ring.rows
-    k_rows.index_copy_(0, at.rows, k.flatten(0, 1))
-    v_rows.index_copy_(0, at.rows, v.flatten(0, 1))
+    lanes, kv_heads, slots = ring.order.shape
+    heads, window = ring.queries.shape[1:3]
+    q, k, v = split_rotate(qkv, norms, eps, angles, heads, kv_heads)
+    lane = torch.arange(lanes, device=qkv.device)[:, None]
+    head, query_head = (torch.arange(n, device=qkv.device) for n in (kv_heads, heads))
+    slot = ring.order[lane, head, ring.count.clamp(max=slots - 1)[:, None]].long()  # [B, H]
+
+    def write(table: Tensor, at: tuple[Tensor, Tensor, Tensor], value: Tensor) -> None:
+        runs = ring.active.view(-1, *(1,) * (value.dim() - 1))
+        table[at] = torch.where(runs, value.to(table.dtype), table[at])
+
+    write(ring.k, (lane, head, slot), k)
+    write(ring.v, (lane, head, slot), v)
+    write(ring.v_range, (lane, head, slot), value_range(v.to(ring.v.dtype)))
+    write(ring.position, (lane, head, slot), ring.seen[:, None].expand(-1, kv_heads))
+    write(ring.queries, (lane, query_head, (ring.seen % window)[:, None]), q)
     return q
-
-
-def record(
-    q: Tensor, v: Tensor, v_range: Tensor, queries: Tensor, rows: Tensor, query_rows: Tensor, lanes: Tensor | None
-) -> None:
-    """The rest of what a step writes on the torch path, for all layers at once: queries and value ranges.
-
-    Args:
-        q: [L, B, Hq, D], what ``append`` returned.
-        v: [L, B, H, S, D]. v_range: float32 [L, B, H, S]. queries: [L, B, Hq, W, D]. The latter two are written.
-        rows, query_rows: see ``places``. lanes: int64 [b], the running ones; None when all run.
-    """
-    layers, d = len(q), q.shape[-1]
-    q = q if lanes is None else q[:, lanes]
-    queries.view(layers, -1, d).index_copy_(1, query_rows, q.flatten(1, 2))
-    stored = v.view(layers, -1, d).gather(1, rows[..., None].expand(-1, -1, d))
-    v_range.view(layers, -1).scatter_(1, rows, value_range(stored))
 
 
 def value_range(v: Tensor) -> Tensor:
     """max - min of each value vector: [..., D] -> float32 [...]."""
     wide = v.to(torch.float32)
-    return wide.amax(-1) - wide.amin(-1)  # aminmax wakes torch's threads even for a few rows
+    return wide.amax(-1) - wide.amin(-1)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringkv.kernels.layer import LayerRing, Places
+from ringkv.kernels.layer import LayerRing
 from ringkv.kernels.rotate import Angles
 
 
@@ -98,15 +98,8 @@ def _store_halves(pointer, half, first, second, rows, own):
     tl.store(pointer + half, second, mask=mask)
 
 
-def append(
-    qkv: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    angles: Angles,
-    ring: LayerRing,
-    at: Places | None,
-) -> Tensor:
-    """See ``append.append``; writes all that a step writes, and needs no ``at``. One program a lane and KV head."""
+def append(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles: Angles, ring: LayerRing) -> Tensor:
+    """See ``append.append``. One program a lane and KV head."""
     cos, sin = angles.cos, angles.sin
     for tensor in (qkv, cos, sin, ring.k, ring.v, ring.position, ring.order, ring.v_range, ring.queries):
         assert tensor.is_contiguous()

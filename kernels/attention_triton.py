@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringkv.kernels.layer import LayerRing, Places
+from ringkv.kernels.append_triton import append
+from ringkv.kernels.layer import LayerRing
+from ringkv.kernels.rotate import Angles
 
 TILE_BYTES = 16384  # of keys, and as many of values, that a program reads at once
 PROGRAMS = 264  # two for each multiprocessor of a large GPU: all run at once
@@ -95,8 +97,13 @@ def _merge(parts, stats, out, scale, D: tl.constexpr, WIDE: tl.constexpr, SPLITS
     tl.store(out + head * D + d, mixed, mask=d < D)
 
 
-def decode_attention(q: Tensor, ring: LayerRing, at: Places | None) -> Tensor:
-    """See ``attention.decode_attention``; needs no ``at``."""
+def attend(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles: Angles, ring: LayerRing) -> Tensor:
+    """See ``attention.attend``."""
+    return decode_attention(append(qkv, norms, eps, angles, ring), ring).flatten(1)
+
+
+def decode_attention(q: Tensor, ring: LayerRing) -> Tensor:
+    """See ``attention.decode_attention``."""
     for tensor in (q, ring.k, ring.v, ring.position):
         assert tensor.is_contiguous()
     lanes, kv_heads, slots, d = ring.k.shape

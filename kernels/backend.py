@@ -1,9 +1,8 @@
 """Which path an operation takes: its torch twin, its Triton kernel, or compiled C.
 
-An operation is one function, its torch twin, marked ``@dispatched``. Where the tensors lie on a GPU, a call goes to the
-launcher of the same name and signature in the file beside it: ``append.append`` to ``append_triton.append``. Only then
-is triton imported, so a machine without it, or without a GPU, never misses it. On the native path, a CPU's, a call goes
-to the launcher of its name in ``native.py``; an operation that has none there is its twin.
+An operation is called by its name in ``table.py``. Its first argument decides by the device it lies on, unless ``use``
+says otherwise. Launchers are imported when a path is first taken, so a machine without triton, or without a compiler,
+never misses them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,34 +25,58 @@ from ringkv.kernels.compiled import CannotCompile
 log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "torch", "triton", "native")
+MISSING = None  # in the table: this path has no launcher, and runs the torch twin
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _choice: ContextVar[str] = ContextVar("ringkv_backend", default="auto")
+OPERATIONS: dict[str, Operation[Any, Any]] = {}  # by name, in the order of the table
 
 
-def dispatched(twin: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator of a torch twin. Its first argument must be the tensor whose device decides, given by position."""
-    module, name = f"{twin.__module__}_triton", twin.__name__
+class Operation(Generic[_P, _R]):
+    """One operation on every path; calling it takes the path that its first argument asks for.
 
-    @functools.cache
-    def native() -> Callable[_P, _R]:
-        return getattr(importlib.import_module("ringkv.kernels.native"), name, twin)
+    Args:
+        twin: the torch function. Its first argument must be a tensor, given by position.
+        triton, native: the modules below ``ringkv.kernels`` that hold a launcher of the twin's name and signature, or
+            ``MISSING``.
+    """
 
-    @functools.wraps(twin)
-    def operation(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def __init__(self, twin: Callable[_P, _R], *, triton: str | None, native: str | None) -> None:
+        self.twin, self.name = twin, twin.__name__
+        self.modules = {"triton": triton, "native": native}
+        assert self.name not in OPERATIONS
+        OPERATIONS[self.name] = self
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         x = args[0]
         assert isinstance(x, Tensor)
         path = path_of(x)
         if path == "torch":
-            return twin(*args, **kwargs)
+            return self.twin(*args, **kwargs)
+        launcher: Callable[_P, _R] = launchers(path)[self.name]
         if path == "native":
-            return native()(*args, **kwargs)
-        launcher: Callable[_P, _R] = getattr(importlib.import_module(module), name)
+            return launcher(*args, **kwargs)
         with torch.cuda.device_of(x):
             return launcher(*args, **kwargs)
 
-    return operation
+
+@functools.cache
+def launchers(path: str) -> dict[str, Callable[..., Any]]:
+    """What carries out every operation on a path, by name.
+
+    Raises:
+        AttributeError: the table names a launcher that its module does not have.
+    """
+
+    def found(operation: Operation[Any, Any]) -> Callable[..., Any]:
+        module = operation.modules[path]
+        if module is MISSING:
+            return operation.twin
+        launcher: Callable[..., Any] = getattr(importlib.import_module(f"ringkv.kernels.{module}"), operation.name)
+        return launcher
+
+    return {name: found(operation) for name, operation in OPERATIONS.items()}
 
 
 def path_of(x: Tensor) -> str:

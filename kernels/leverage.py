@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringkv.kernels.backend import dispatched
 
-
-@dispatched
 def leverage(
     k: Tensor, v: Tensor, order: Tensor, pairs: Sequence[tuple[int, int]], scratch: Tensor, projection: Tensor
 ) -> Tensor:

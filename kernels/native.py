@@ -9,6 +9,7 @@ import ctypes
 import functools
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class RingPointers(ctypes.Structure):
     _fields_ = [(name, _POINTER) for name in _TABLES] + [(name, _LONG) for name in _SIZES]
 
 
-class NativeRing:
+class NativeLayer:
     """A layer of the ring as C sees it, and what does not change from step to step."""
 
     def __init__(self, ring: LayerRing) -> None:
@@ -52,6 +53,8 @@ class NativeRing:
         self.scale = d**-0.5
 
 
+_layers: WeakKeyDictionary[LayerRing, NativeLayer] = WeakKeyDictionary()
+
 _RING = ctypes.POINTER(RingPointers)
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "add_rms_norm": ([_POINTER] * 4 + [_LONG, _LONG, _FLOAT, _INT], None),
@@ -60,6 +63,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "scratch_size": ([_RING], _LONG),
     "causal_attention": ([_POINTER, _LONG] * 3 + [_POINTER] + [_LONG] * 4 + [_FLOAT, _POINTER, _INT], None),
     "causal_scratch": ([_LONG, _LONG], _LONG),
+    "philox": ([_POINTER] * 5 + [_LONG, _POINTER, _INT], None),
     "sample": ([_POINTER] * 2 + [_LONG] * 3 + [_POINTER] * 5 + [_FLOAT, _POINTER, _INT], None),
 }
 
@@ -96,13 +100,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def attend(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles: Angles, ring: LayerRing) -> Tensor:
-    """``append.append`` and then ``attention.decode_attention``, in one call: [B, Hq * D].
-
-    It writes all that a step writes, and finds by itself where.
-    """
-    if ring.native is None:
-        ring.native = NativeRing(ring)
-    own: NativeRing = ring.native
+    """See ``attention.attend``."""
+    own = _layers.get(ring) or _layers.setdefault(ring, NativeLayer(ring))
     out, scratch = qkv.new_empty(len(qkv), own.width), qkv.new_empty(own.scratch_size)
     q_norm, k_norm = (None, None) if norms is None else (_pointer(norms[0]), _pointer(norms[1]))
     written = library().attend(
@@ -135,6 +134,16 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor) -> Tensor
     rows = (each for x in (q, k, v) for each in (x.data_ptr(), x.stride(0)))
     library().causal_attention(*rows, out.data_ptr(), n, kv_heads, group, d, d**-0.5, _pointer(scratch), threads)
     return out
+
+
+def philox(seed: Tensor, c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> tuple[Tensor, ...]:
+    """See ``philox.philox``."""
+    counters = (torch.as_tensor(c, dtype=torch.int64) for c in (c0, c1, c2, c3))
+    words = [word.contiguous() for word in torch.broadcast_tensors(seed, *counters)]
+    out = seed.new_empty(4, *words[0].shape)
+    pointers = (_pointer(word, torch.int64) for word in words)
+    library().philox(*pointers, words[0].numel(), out.data_ptr(), torch.get_num_threads())
+    return out.unbind(0)
 
 
 def sample(logits: Tensor, filters: Filters | None, uniform: Tensor | None) -> Tensor:

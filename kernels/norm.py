@@ -5,15 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringkv.kernels.backend import dispatched
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * x / sqrt(mean(x^2) + eps)`` over the last axis; the mean in float32 or better."""
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-@dispatched
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """Add ``delta`` (None at the first layer) to the residual stream ``x`` [n, hidden], in place; return its norm."""
     if delta is not None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringkv.kernels.backend import dispatched
 
-
-@dispatched
 def penalize(
     logits: Tensor,
     bias: Tensor | None = None,

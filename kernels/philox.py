@@ -11,8 +11,6 @@ import math
 import torch
 from torch import Tensor
 
-from ringkv.kernels.backend import dispatched
-
 TOKEN, EVICTION, PROJECTION = 0, 1, 2  # tags: what a draw is for
 
 _MASK = 0xFFFFFFFF
@@ -20,7 +18,6 @@ _ROUND_A, _ROUND_B = 0xD2511F53, 0xCD9E8D57
 _KEY_A, _KEY_B = 0x9E3779B9, 0xBB67AE85
 
 
-@dispatched
 def philox(seed: Tensor, c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c3: Tensor | int) -> tuple[Tensor, ...]:
     """The four output words, each an int64 tensor of values in [0, 2^32).
 

@@ -7,9 +7,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringkv.kernels import native
-from ringkv.kernels.backend import path_of
-
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor) -> Tensor:
     """softmax(q.k / sqrt(D)) v, each token over itself and those before it.
@@ -23,8 +20,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor) -> Tensor
     """
     if q.is_meta:  # there SDPA would plan for n x n scores; the fused kernels make their output alone
         return torch.empty_like(q).flatten(1)
-    if path_of(q) == "native":
-        return native.causal_attention(q, k, v, scratch)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, n, D]
     if q.device.type == "cpu":
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringkv.kernels.backend import dispatched
 
-
-@dispatched
 def redundancy(k: Tensor, order: Tensor, pairs: Sequence[tuple[int, int]], scratch: Tensor, threshold: float) -> Tensor:
     """Column means of the cosines between live keys, the last match of each row left out.
 

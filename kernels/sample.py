@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringkv.kernels.backend import dispatched
-
 # Probabilities are summed as integers of 2^-40: such sums are exact, so they do not depend on the order of addition.
 _ONE = float(1 << 40)
 # Two digits hold a probability: no float up to 1 uses its sign or its highest exponent bit.
@@ -36,7 +34,6 @@ class Filters:
         return Filters(self.temperature[b, None], top_k, top_p, min_p, self.any_greedy)
 
 
-@dispatched
 def sample(logits: Tensor, filters: Filters | None, uniform: Tensor | None) -> Tensor:
     """Temperature, top_k, top_p, min_p, then the inverse of the cumulative distribution in id order.
 

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringkv.kernels.backend import dispatched
 
-
-@dispatched
 def window_attention(
     queries: Tensor,
     k: Tensor,

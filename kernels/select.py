@@ -7,11 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringkv.kernels.backend import dispatched
 from ringkv.kernels.pairs import Pairs
 
 
-@dispatched
 def lowest(priority: Tensor, protected: Tensor, count: int | Tensor) -> Tensor:
     """Mark the ``count`` candidates of lowest priority in every row.
 
@@ -36,7 +34,6 @@ def partition(victim: Tensor) -> Tensor:
     return torch.sort(victim.to(torch.int8), dim=-1, stable=True).indices
 
 
-@dispatched
 def free(
     victim: Tensor,
     slot: Tensor,

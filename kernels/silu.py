@@ -5,10 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringkv.kernels.backend import dispatched
 
-
-@dispatched
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of a fused projection [n, 2 * intermediate] -> [n, intermediate]."""
     gate, up = gate_up.chunk(2, dim=-1)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringkv.kernels.backend import dispatched
-
 BEFORE, INSIDE, AFTER = 0, 1, 2  # phases of a text with a thought
 IDLE, NEXT = -1, -2  # cursors: nothing is forced; forcing starts after one more token of the model's
 
 
-@dispatched
 def steer(
     token: Tensor,
     queue: Tensor,

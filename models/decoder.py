@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringkv.kernels.norm import add_rms_norm
 from ringkv.kernels.rotate import Angles, split_rotate
-from ringkv.kernels.silu import silu_mul
+from ringkv.kernels.table import add_rms_norm, silu_mul
 from ringkv.models.config import ModelConfig, MoeConfig
 from ringkv.models.linear import AnyLinear, Linear
 from ringkv.models.moe import SparseMlp

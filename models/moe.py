@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringkv.kernels.silu import silu_mul
+from ringkv.kernels.table import silu_mul
 
 # Up to here tokens go through their experts one by one, as in decode: a token's result then depends on no other
 # row, shapes are static, and the host reads nothing. A prompt is cheaper expert by expert.

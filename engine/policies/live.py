@@ -8,12 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringkv.kernels.leverage import leverage
-from ringkv.kernels.observe import received_attention
 from ringkv.kernels.pairs import Pairs
-from ringkv.kernels.philox import EVICTION, PROJECTION, normal, philox, to_uniform
-from ringkv.kernels.redundancy import redundancy
-from ringkv.kernels.scores import window_attention
+from ringkv.kernels.philox import EVICTION, PROJECTION, normal, to_uniform
+from ringkv.kernels.table import leverage, philox, received_attention, redundancy, window_attention
 
 
 @dataclass(frozen=True)

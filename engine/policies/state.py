@@ -52,11 +52,6 @@ class PolicyState:
         slots = {name: values[layer, lane].gather(2, slot) for name, values in self.slots.items()}
         return slots | {name: values[layer, lane] for name, values in self.lanes.items()}
 
-    def fresh(self, kv_heads: int, n: int) -> dict[str, Tensor]:
-        """For one pair of n tokens, before anything was observed."""
-        slots = {name: values.new_zeros(1, kv_heads, n) for name, values in self.slots.items()}
-        return slots | {name: start[None] for name, start in self.start.items()}
-
     def scatter(self, layer: Tensor, lane: Tensor, slot: Tensor, new: Mapping[str, Tensor]) -> None:
         """Write what ``observe`` returned for P pairs, in the order of ``slot`` [P, H, n]."""
         for name, value in new.items():

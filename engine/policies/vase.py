@@ -12,7 +12,7 @@ from ringkv.engine.policies.attention import pool_score
 from ringkv.engine.policies.base import Policy, check_int, register_policy
 from ringkv.engine.policies.live import Live
 from ringkv.kernels.philox import gumbel
-from ringkv.kernels.select import lowest
+from ringkv.kernels.table import lowest
 
 
 @register_policy

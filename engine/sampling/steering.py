@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringkv.kernels.steer import AFTER, BEFORE, IDLE, INSIDE, NEXT, steer
+from ringkv.kernels.steer import AFTER, BEFORE, IDLE, INSIDE, NEXT
+from ringkv.kernels.table import steer
 
 QUEUE = 256  # tokens of a closing message, its close id included
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from ringkv.engine.config import SamplingParams
 from ringkv.engine.ring.storage import Ring
 from ringkv.errors import RingkvError
-from ringkv.kernels.penalize import penalize
-from ringkv.kernels.philox import TOKEN, philox, to_uniform
-from ringkv.kernels.sample import GREEDY_BELOW, Filters, sample
+from ringkv.kernels.philox import TOKEN, to_uniform
+from ringkv.kernels.sample import GREEDY_BELOW, Filters
+from ringkv.kernels.table import penalize, philox, sample
 
 DEFAULTS: dict[str, Any] = {
     "temperature": 0.6,

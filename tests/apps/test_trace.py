@@ -15,8 +15,11 @@ from safetensors.numpy import save_file
 from naive import Naive
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams
 from ringkv.apps.trace.trace import Trace
+from ringkv.engine import runner
 from ringkv.engine.graph import GraphRunner
 from ringkv.engine.record import DROPPED, LIVE, PREFILL, Recorder
+from ringkv.engine.ring.admit import admit
+from ringkv.engine.ring.evict import evict_due
 from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.append import value_range
 from scripted import Script
@@ -80,24 +83,23 @@ def test_live_sets_over_time(policy, retention, threshold, heads, kv_heads, prom
     assert as_lists(trace.live()) == live
 
 
-def test_marks_and_ranges():
+def test_marks_and_ranges(monkeypatch):
     """Prefill and retention are told apart, and the value range of every token is there, dropped or live."""
     engine = make_engine(RingConfig(24, 8, "vase-attnv", "refreekv:threshold=0.3"))
-    ranges, admit, settle = {}, engine.ring.admit, engine.ring.settle
+    ranges, late = {}, {}
 
-    def spied_admit(layer, lane, q, k, v, kept):
-        admit(layer, lane, q, k, v, kept)
-        ranges[layer] = value_range(v.transpose(0, 1).to(engine.ring.v.dtype)), kept
+    def spied_admit(ring, layer, lane, q, k, v, let_in):
+        admit(ring, layer, lane, q, k, v, let_in)
+        ranges[layer] = value_range(v.transpose(0, 1).to(ring.v.dtype)), let_in
 
-    late = {}
+    def spied_evict_due(ring):
+        for layer, head, slot in (ring.position[:, 0] >= 120).nonzero().tolist():
+            at = layer, head, int(ring.position[layer, 0, head, slot])
+            late[at] = float(ring.v_range[layer, 0, head, slot])
+        evict_due(ring)
 
-    def spied_settle():
-        for layer, head, slot in (engine.ring.position[:, 0] >= 120).nonzero().tolist():
-            at = layer, head, int(engine.ring.position[layer, 0, head, slot])
-            late[at] = float(engine.ring.v_range[layer, 0, head, slot])
-        settle()
-
-    engine.ring.admit, engine.ring.settle = spied_admit, spied_settle
+    monkeypatch.setattr(runner, "admit", spied_admit)
+    monkeypatch.setattr(runner, "evict_due", spied_evict_due)
     trace = engine.generate(IDS, params(60), trace=True).trace
     for layer, (values, kept) in ranges.items():
         assert np.array_equal(trace.v_range[layer, :, :120], values.half().numpy())

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from ringkv.engine.policies import Policy, Random, VaseAttnV
 from ringkv.engine.policies.live import Live
+from ringkv.engine.ring.evict import live_tokens
 from ringkv.kernels.pairs import Pairs
-from ringkv.kernels.select import lowest
+from ringkv.kernels.table import lowest
 from rings import fill, make_ring
 
 DRAWS, PAIRS, LIMIT = 20_000, 50, 4.5
@@ -31,7 +32,7 @@ def survivors(policy: Policy) -> np.ndarray:
     group = len(q) // len(k)
     ring = make_ring(policy, budget=BUDGET, window=WINDOW, heads=group, head_dim=k.shape[-1])
     fill(ring, 0, 0, q[:group], k[:1], v[:1], scramble=1)
-    one = ring.live([(0, 0)])
+    one = live_tokens(ring, [(0, 0)])
     many = torch.zeros(DRAWS, dtype=torch.int64)
     rows = torch.arange(DRAWS)
     live = replace(
@@ -138,7 +139,7 @@ def test_draws_are_apart():
         ring.evictions[:, lane] = evictions
     ring.counts[:] = BUDGET + WINDOW
     ring.position[:] = ring.order
-    rows = ring.live([(layer, lane) for layer in range(2) for lane in range(4)]).uniform().flatten(0, 1)
+    rows = live_tokens(ring, [(layer, lane) for layer in range(2) for lane in range(4)]).uniform().flatten(0, 1)
     assert len(torch.unique(rows, dim=0)) == 16
     limit = LIMIT / BUDGET**0.5
     assert (torch.corrcoef(rows) - torch.eye(16)).abs().max() < limit

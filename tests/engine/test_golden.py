@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ringkv.engine.policies import RKV, Policy, SnapKV, ValueRange, VaseAttnV, VaseDKV
+from ringkv.engine.ring.evict import evict, live_tokens
 from ringkv.engine.ring.storage import Ring
 from rings import fill, make_ring, positions
 
@@ -58,9 +59,9 @@ def filled(case: str, policy: Policy, sinks: int) -> tuple[Ring, list[tuple[int,
 
 def check_kept(ring: Ring, pairs: list[tuple[int, int]], want: list[Tensor]) -> None:
     """Evict, and compare; where two priorities differ by less than 1e-6 relative, either may have gone."""
-    priority = ring.policy.priority(ring.live(pairs))
+    priority = ring.policy.priority(live_tokens(ring, pairs))
     neighbour = ring.position[:, 0].clone()
-    ring._evict(pairs)
+    evict(ring, pairs)
     assert torch.equal(ring.position[:, 0], neighbour)
     for pair, expected, ranked in zip(pairs, want, priority, strict=True):
         for live, head, row in zip(positions(ring, *pair), expected, ranked, strict=True):
@@ -97,12 +98,12 @@ def test_vase_attnv(case, name, kernel):
     policy = VaseAttnV(kernel=kernel)
     ring, pairs = filled(case, policy, sinks=4)
     assert ring.config.budget // 4 == int(GOLDEN[f"{case}.n_large"])
-    weights, kept = policy.weights(ring.live(pairs))
+    weights, kept = policy.weights(live_tokens(ring, pairs))
     assert torch.equal(kept, probs == 0)
     error = (weights - probs).abs() / probs
     assert error[~kept].max() < 1e-5
     candidates = probs.shape[-1]
-    ring._evict(pairs)
+    evict(ring, pairs)
     for row, pair in enumerate(pairs):
         for head, live in enumerate(positions(ring, *pair)):
             protected = set(kept[row, head].nonzero().flatten().tolist())
@@ -115,4 +116,4 @@ def test_vase_attnv(case, name, kernel):
 @pytest.mark.parametrize("case", CASES)
 def test_value_range(case):
     ring, pairs = filled(case, ValueRange(), sinks=4)
-    assert torch.equal(ring.policy.priority(ring.live(pairs)), GOLDEN[f"{case}.value_range"])
+    assert torch.equal(ring.policy.priority(live_tokens(ring, pairs)), GOLDEN[f"{case}.value_range"])

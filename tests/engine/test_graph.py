@@ -13,6 +13,7 @@ from kernel_checks import NoReads
 from ringkv import Engine, RingConfig, SamplingParams
 from ringkv.engine import graph
 from ringkv.engine.graph import GraphRunner
+from ringkv.engine.ring.evict import evict_due, warm_up
 from ringkv.engine.ring.integrity import check_integrity
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
@@ -145,7 +146,7 @@ def test_a_capture_warms_up_and_records_on_one_side_stream(monkeypatch):
 def test_warming_up_frees_nothing(policy):
     ring = Ring(tiny_config(), RingConfig(40, 8, policy), 2, CPU, torch.float32)
     before = {name: tensor.clone() for name, tensor in ring.tensors().items()}
-    ring.warm_up()
+    warm_up(ring)
     for name, tensor in ring.tensors().items():
         assert name.startswith("state.") or torch.equal(tensor, before[name]), name
     check_integrity(ring)
@@ -208,7 +209,8 @@ def test_a_step_runs_on_the_meta_device_where_any_read_raises(static, policy):
     ring.counts[:] = 47
     with NoReads(), torch.inference_mode():
         token, forced, logits = runner.device_step()
-        ring.settle()
+        ring.follow()
+        evict_due(ring)
     assert token.shape == forced.shape == (2,)
     assert logits.shape == (2, 97)
     assert (ring.evicted == 1).all()

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringkv import RingConfig
 from ringkv.engine.policies import POLICIES
 from ringkv.engine.policies.live import Live
+from ringkv.engine.ring.evict import evict, observe_due
 from ringkv.engine.ring.storage import Ring
 from ringkv.kernels.pairs import Pairs
 from rings import fill
@@ -38,8 +39,8 @@ def full_ring(policy: str, device: str = "cpu") -> tuple[Ring, list[tuple[int, i
 
 def evict_all(ring: Ring, pairs: list[tuple[int, int]]) -> None:
     if ring.state:
-        ring._observe(ring.counts == 512)
-    ring._evict(pairs)
+        observe_due(ring, ring.counts == 512)
+    evict(ring, pairs)
 
 
 @pytest.mark.parametrize("policy", EVICTING)

@@ -12,6 +12,7 @@ import torch
 from ringkv import Engine, Policy, RingConfig, SamplingParams
 from ringkv.engine.policies import CurDKV, VaseDKV, as_policy
 from ringkv.engine.policies.live import Live
+from ringkv.engine.ring.evict import evict, live_tokens, observe_due
 from ringkv.engine.ring.storage import Ring
 from rings import fill, make_ring, positions
 from tiny import tiny_config, tiny_decoder, tiny_weights
@@ -38,7 +39,7 @@ def example(policy: str | Policy, **changes: object) -> Ring:
 
 
 def victims(ring: Ring) -> list[int]:
-    ring._evict([(0, 0)])
+    evict(ring, [(0, 0)])
     (live,) = positions(ring, 0, 0)
     return sorted(set(range(8)) - set(live))
 
@@ -85,8 +86,8 @@ def test_eight_tokens_h2o():
     before = torch.tensor([3.0, 0.5, 0.1, 0.3, 0.2, 0.25, 0.0, 0.0])
     ring.state.slots["mass"][0, 0, 0] = torch.zeros(8).scatter(0, ring.order[0, 0, 0].long(), before)
     ring.state.lanes["observed"][0, 0] = 6
-    ring._observe(ring.counts == 8)
-    mass = ring.live([(0, 0)]).state["mass"]
+    observe_due(ring, ring.counts == 8)
+    mass = live_tokens(ring, [(0, 0)]).state["mass"]
     # 1 .. 5 got 0.115 0.2225 0.1425 0.26 0.22; the totals are 0.615 0.3225 0.4425 0.46 0.47.
     gained = torch.tensor([[[0.34, 0.115, 0.2225, 0.1425, 0.26, 0.22, 0.2 + 10 / 80, 30 / 80]]])
     torch.testing.assert_close(mass, before + gained)
@@ -125,7 +126,7 @@ def test_eight_tokens_rkv(policy, expected):
     ring = example(policy, k=keys, q=both)
     if policy == "rkv":
         sums = torch.tensor([2.0, 3, 0, 3, 2, -1, 0, -3])
-        torch.testing.assert_close(ring.live([(0, 0)]).redundancy(0.5)[0, 0], sums / 8)
+        torch.testing.assert_close(live_tokens(ring, [(0, 0)]).redundancy(0.5)[0, 0], sums / 8)
     assert victims(ring) == expected
 
 
@@ -143,18 +144,18 @@ def test_eight_tokens_vase_attnv_room(monkeypatch):
     monkeypatch.setattr(Live, "uniform", lambda self: torch.full((1, 1, 6), 0.5))
     ring = example("vase-attnv:large=4,kernel=1")
     ring.pin[0] = 3
-    _, kept = ring.policy.weights(ring.live([(0, 0)]))
+    _, kept = ring.policy.weights(live_tokens(ring, [(0, 0)]))
     assert kept[0, 0].tolist() == [True, False, False, False, False, True]
     assert victims(ring) == [3, 4]
     ring = example("vase-attnv:large=0,kernel=1")
-    _, kept = ring.policy.weights(ring.live([(0, 0)]))
+    _, kept = ring.policy.weights(live_tokens(ring, [(0, 0)]))
     assert kept[0, 0].tolist() == [True] + [False] * 5
 
 
 def test_eight_tokens_vase_attnv_equal_ranges():
     """Of equal ranges the older is not kept: 1 and 3 have range 2, and one of them has a place."""
     ring = example("vase-attnv:large=4")
-    _, kept = ring.policy.weights(ring.live([(0, 0)]))
+    _, kept = ring.policy.weights(live_tokens(ring, [(0, 0)]))
     assert kept[0, 0].tolist() == [True, False, True, True, False, True]
 
 
@@ -180,7 +181,7 @@ def test_projections():
             ring.reset(0, seed)
             ring.evictions[:] = evictions
             ring.counts[:] = 72
-            drawn.append(ring.policy.projection(ring.live([(0, 0), (1, 0)])))
+            drawn.append(ring.policy.projection(live_tokens(ring, [(0, 0), (1, 0)])))
     cur, cur_later, cur_other, vase, vase_later, vase_other = drawn
     assert torch.equal(cur, cur_later)
     assert not torch.equal(vase, vase_later)
@@ -225,6 +226,6 @@ def test_sampling_with_one_weight():
     sharp = torch.tensor([[[400.0, 0.0]] * 2] * 2)
     keys = torch.tensor([[(0.0, 0.0), (0, 0), (0, 0), (0, 0), (1, 0), (0, 0), (0, 0), (0, 0)]])
     ring = example("vase-attnv:large=0,kernel=1", q=sharp, k=keys)
-    weights, _ = ring.policy.weights(ring.live([(0, 0)]))
+    weights, _ = ring.policy.weights(live_tokens(ring, [(0, 0)]))
     assert weights[0, 0].tolist() == [0, 0, 0, 0, 1, 0]
     assert victims(ring) == [1, 2]

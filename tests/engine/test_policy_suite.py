@@ -19,6 +19,7 @@ from naive import POLICIES as NAIVE
 from naive import Naive
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams
 from ringkv.engine.policies import POLICIES
+from ringkv.engine.ring.evict import observe_due
 from ringkv.engine.ring.integrity import check_integrity
 from ringkv.engine.ring.storage import Ring
 from rings import positions
@@ -151,7 +152,7 @@ def test_prompt_or_fed_singly(policy, tail):
     torch.testing.assert_close(logits, other, rtol=1e-9, atol=1e-9)
     assert live_sets(whole.ring, 0) == live_sets(parts.ring, 0) == [[list(range(60))] * 2] * 3
     if parts.ring.state:
-        parts.ring._observe(parts.ring.unobserved > 0)
+        observe_due(parts.ring, parts.ring.unobserved > 0)
         for name, table in whole.ring.state.tensors().items():
             torch.testing.assert_close(table, parts.ring.state.tensors()[name], rtol=1e-5, atol=1e-6)
 

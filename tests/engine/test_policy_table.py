@@ -11,6 +11,7 @@ import torch
 
 from ringkv import Engine, Policy, RingConfig, RingkvError, SamplingParams, register_policy
 from ringkv.engine.policies import POLICIES, VaseAttnV, as_policy, policy_table
+from ringkv.engine.ring.evict import evict, live_tokens
 from rings import fill, make_ring, positions
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
@@ -19,7 +20,7 @@ def victims(policy: str | Policy) -> list[int]:
     """Which of eight tokens, one of them a sink and two in the window, go when two must."""
     ring = make_ring(policy, budget=6, window=2, sinks=1)
     fill(ring, 0, 0, torch.ones(2, 2, 4), torch.ones(1, 8, 4), torch.ones(1, 8, 4), scramble=3)
-    ring._evict([(0, 0)])
+    evict(ring, [(0, 0)])
     (live,) = positions(ring, 0, 0)
     return sorted(set(range(8)) - set(live))
 
@@ -186,7 +187,7 @@ def test_state_of_ones_own():
     assert ring.nbytes == without + 3 * 2 * (2 * 16 * 4 + 2 * 4)
 
     def looks(lane: int) -> list[int]:
-        return ring.live([(2, lane)]).state["looks"][0, 1].int().tolist()
+        return live_tokens(ring, [(2, lane)]).state["looks"][0, 1].int().tolist()
 
     ring.reset(1, seed=0)
     runner.prefill(1, list(range(10)))
@@ -198,7 +199,7 @@ def test_state_of_ones_own():
         runner.forward(torch.tensor([0, 1]))
     # 16 tokens: full. All were looked at, 0 .. 9 for the third time, and of these four of the oldest left.
     assert looks(1) == [3] + [3] * 5 + [2] * 4 + [1] * 2
-    assert ring.live([(2, 1)]).position[0, 1].tolist() == [0, *range(5, 16)]
+    assert live_tokens(ring, [(2, 1)]).position[0, 1].tolist() == [0, *range(5, 16)]
     runner.forward(torch.tensor([0, 1]))
     assert looks(1) == [3] + [3] * 5 + [2] * 4 + [1] * 2 + [0]
     assert ring.state.lanes["total"][:, 1].tolist() == [[80.0, 4.0]] * 3

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from ringkv.engine.config import RingConfig
 from ringkv.engine.ring.integrity import check_integrity
+from ringkv.engine.ring.observer import RingObserver
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling.steering import Steering
 from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.backend import use
 from ringkv.kernels.rotate import Angles
-from rings import fill, make_ring
+from ringkv.kernels.table import attend
+from rings import fill, make_ring, positions
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
 CPU = torch.device("cpu")
@@ -150,8 +152,7 @@ def test_an_idle_lane_attends_to_nothing(kv_heads, cpu_path):
     ring.start(0, 9)
     still = Angles(torch.ones(2, 2), torch.zeros(2, 2))
     with use(cpu_path):
-        ring.begin_step()
-        out = ring.attend(0, torch.randn(2, (2 + 2 * kv_heads) * 4), None, 1e-6, still)
+        out = attend(torch.randn(2, (2 + 2 * kv_heads) * 4), None, 1e-6, still, ring.views[0])
     assert out[0].all()
     assert not out[1].any()
 
@@ -162,3 +163,56 @@ def test_bytes_are_the_formula():
     slots = 3 * 3 * 2 * 60
     tables = slots * (4 + 4 + 4) + 3 * 3 * 6 * 10 * 16 * 2 + 2 * 3 * 3 * 4 + 3 * (5 * 8 + 1)
     assert ring.nbytes == 2 * slots * 16 * 2 + tables
+
+
+class Account(RingObserver):
+    """Live positions of each (layer, lane), by head, from what the ring tells alone."""
+
+    def __init__(self):
+        self.live, self.told = {}, []
+
+    def reset(self, lane):
+        self.told.append(("reset", lane))
+        self.live = {pair: heads for pair, heads in self.live.items() if pair[1] != lane}
+
+    def admitted(self, layer, lane, retained, live, v_range):
+        assert set(live.flatten().tolist()) <= set(retained.tolist())
+        assert v_range.shape == (len(live), 90)
+        self.live[layer, lane] = [set(head) for head in live.tolist()]
+
+    def evicted(self, pairs, live, victim):
+        for row, pair in enumerate(pairs):
+            for head, kept in enumerate(self.live[pair]):
+                before = live.position[row, head]
+                kept |= set(before.tolist())  # the tokens of the steps since then
+                kept -= set(before[: live.candidates][victim[row, head]].tolist())
+
+    def copied(self, source, target):
+        self.told.append(("copied", source, target))
+        self.live |= {
+            (layer, target): list(map(set, heads)) for (layer, lane), heads in self.live.items() if lane == source
+        }
+
+
+def test_an_observer_hears_of_all_that_enters_and_leaves():
+    """Read right after evictions, its account is what the ring holds."""
+    runner = build(tiny_config(), RingConfig(24, 4, "vase-attnv", "refreekv:threshold=0.3"))
+    ring, account = runner.ring, Account()
+    ring.observers.append(account)
+    ids = torch.randint(97, (90,), generator=torch.Generator().manual_seed(5)).tolist()
+    ring.reset(0, seed=3)
+    runner.first(0, runner.prefill(0, ids))
+    ring.copy_lane(0, 1, sample=1)
+    runner.first(1, torch.zeros(1, 97))
+    checked = 0
+    for _ in range(60):
+        before = ring.evicted.copy()
+        runner.step()
+        for layer, lane in zip(*(ring.evicted > before).nonzero(), strict=True):
+            held = [set(head) for head in positions(ring, layer, lane)]
+            assert account.live[layer, lane] == held
+            checked += 1
+    assert checked >= 60
+    ring.reset(1, seed=4)
+    assert account.told == [("reset", 0), ("copied", 0, 1), ("reset", 1)]
+    assert {lane for _, lane in account.live} == {0}

@@ -10,7 +10,8 @@ import torch
 
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams
 from ringkv.engine.sampling.values import DEFAULTS, Sampler, Sampling
-from ringkv.kernels.philox import TOKEN, philox, to_uniform
+from ringkv.kernels.philox import TOKEN, to_uniform
+from ringkv.kernels.table import philox
 from rings import make_ring
 from scripted import byte_tokenizer
 from tiny import tiny_config, tiny_decoder, tiny_weights

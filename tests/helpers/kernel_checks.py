@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringkv.kernels.backend import use
-from ringkv.kernels.layer import LayerRing, Places, places
-from ringkv.kernels.norm import add_rms_norm
+from ringkv.kernels.layer import LayerRing
 from ringkv.kernels.rotate import Angles
+from ringkv.kernels.table import add_rms_norm
 
 SLOTS, GROUPS, DIMS, DTYPES = (63, 100, 111, 1000), (1, 3, 7, 8), (64, 80, 128), (torch.float32, torch.float16)
 # Every pair of two parameters occurs.
@@ -61,10 +61,20 @@ def widened(value: Any) -> Any:
     return value
 
 
-def three_ways(operation: Callable[..., Any], *args: Any, path: str = "triton", **options: Any) -> tuple[Any, Any, Any]:
-    """What the kernel gives, the twin, and the twin in float64."""
+def three_ways(
+    operation: Callable[..., Any],
+    *args: Any,
+    path: str = "triton",
+    launcher: Callable[..., Any] | None = None,
+    **options: Any,
+) -> tuple[Any, Any, Any]:
+    """What the kernel gives, the twin, and the twin in float64.
+
+    Args:
+        operation: of the table; or the twin of a part of one, and then ``launcher`` is what launches its kernel.
+    """
     with use(path):
-        kernel = operation(*args, **options)
+        kernel = (launcher or operation)(*args, **options)
     with use("torch"):
         twin = operation(*args, **options)
         exact = operation(*(widened(arg) for arg in args), **options)
@@ -115,22 +125,7 @@ def poisoned(ring: LayerRing) -> LayerRing:
 
 
 def clone(ring: LayerRing) -> LayerRing:
-    return replace(ring, **{each.name: getattr(ring, each.name).clone() for each in fields(ring) if each.init})
-
-
-def torch_places(ring: LayerRing) -> Places:
-    """Where the twin writes: what the ring works out once a step."""
-    rows, _, lanes = torch_rows(ring)
-    slots = ring.k.shape[2]
-    span = torch.where(ring.evictions > 0, slots, ring.count + 1).clamp(max=slots)
-    return Places(rows[0], lanes, torch.where(ring.active, span, 0).tolist())
-
-
-def torch_rows(ring: LayerRing) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The rows, query rows and lanes of a step in this layer alone."""
-    lanes = None if ring.active.all() else ring.active.nonzero()[:, 0]
-    heads, window = ring.queries.shape[1:3]
-    return *places(ring.order[None], ring.count[None], ring.seen, heads, window, lanes), lanes
+    return replace(ring, **{each.name: getattr(ring, each.name).clone() for each in fields(ring)})
 
 
 class NoReads(TorchDispatchMode):

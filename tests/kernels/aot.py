@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from ringkv.engine.config import RingConfig
+from ringkv.engine.ring.evict import evict_due
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling.steering import Steering
@@ -87,7 +88,8 @@ def record(config: ModelConfig, hip: bool, dtype: torch.dtype) -> list[Launch]:
             Runner(model, ring, sampler, Steering(LANES, (1, 2), META)).device_step()
             ring.running = list(range(LANES))
             ring.counts[:] = ring.config.capacity - 1
-            ring.settle()
+            ring.follow()
+            evict_due(ring)
     return list(launches.values())
 
 

@@ -9,14 +9,13 @@ import torch
 from triton.runtime.interpreter import interpreter_builder
 
 from kernel_checks import assert_as_exact, layer
-from ringkv.kernels.append import append
-from ringkv.kernels.attention import decode_attention
+from ringkv.kernels.append_triton import append
+from ringkv.kernels.attention_triton import decode_attention
 from ringkv.kernels.backend import use
 from ringkv.kernels.pairs import Pairs
 from ringkv.kernels.rotate import Angles
-from ringkv.kernels.scores import window_attention
-from ringkv.kernels.select import free, lowest
 from ringkv.kernels.select_triton import _lowest
+from ringkv.kernels.table import free, lowest, window_attention
 
 HEADS, D, FAR = 3, 64, 2  # the last head begins at 2/3 of 3 * 2^30, so at 2^31
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -71,8 +70,8 @@ def test_append_and_attention_with_keys_and_queries_beyond():
     qkv = torch.randn(1, 3 * HEADS * D, generator=torch.Generator().manual_seed(0)).half()
     still = torch.ones(1, D // 2), torch.zeros(1, D // 2)
     with use("triton"):
-        q = append(qkv, None, 1e-6, Angles(*still), huge, None)
-        seen = decode_attention(q, huge, None)
+        q = append(qkv, None, 1e-6, Angles(*still), huge)
+        seen = decode_attention(q, huge)
     heads = qkv.view(3, HEADS, D)
     assert torch.equal(q[0], heads[0])
     assert torch.equal(huge.queries[0, :, last], heads[0])
@@ -97,7 +96,7 @@ def test_append_with_tables_beyond():
     huge.order[..., int(small.count)] = slots - 1
     qkv = torch.randn(1, 3 * HEADS * D, generator=torch.Generator().manual_seed(0)).half()
     with use("triton"):
-        append(qkv, None, 1e-6, Angles(torch.ones(1, D // 2), torch.zeros(1, D // 2)), huge, None)
+        append(qkv, None, 1e-6, Angles(torch.ones(1, D // 2), torch.zeros(1, D // 2)), huge)
     heads = qkv.view(3, HEADS, D)
     assert torch.equal(huge.k[0, :, -1], heads[1])
     assert torch.equal(huge.v[0, :, -1], heads[2])

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernel_checks import SHAPES, assert_as_exact, clone, layer, torch_places, torch_rows, widened
-from ringkv.kernels.append import append, record
-from ringkv.kernels.backend import use
+from kernel_checks import SHAPES, assert_as_exact, clone, layer, widened
+from ringkv.kernels import append, append_triton
 from ringkv.kernels.rotate import Angles
 
 
@@ -23,12 +22,7 @@ def inputs(ring, group, dtype, norm):
 def run(args, ring, backend):
     """The queries, and the ring afterwards."""
     ring = clone(ring)
-    with use(backend):
-        if backend == "triton":
-            return append(*args, ring, None), ring
-        q = append(*args, ring, torch_places(ring))
-        record(q[None], *(x[None] for x in (ring.v, ring.v_range, ring.queries)), *torch_rows(ring))
-        return q, ring
+    return {"torch": append, "triton": append_triton}[backend].append(*args, ring), ring
 
 
 @pytest.mark.parametrize("slots, group, d, dtype", SHAPES)
@@ -64,5 +58,5 @@ def test_writes_into_the_storage_itself():
     """A copy of a layer (`.contiguous()`) would lose the write: such a view is refused."""
     ring = layer(2, 2, 3, 63, 64, 5, torch.float32)
     strided = replace(ring, k=torch.zeros(2, 2, 63, 128)[..., ::2])
-    with use("triton"), pytest.raises(AssertionError):
-        append(*inputs(ring, 3, torch.float32, norm=True), strided, None)
+    with pytest.raises(AssertionError):
+        append_triton.append(*inputs(ring, 3, torch.float32, norm=True), strided)

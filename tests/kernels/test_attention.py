@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernel_checks import layer
 from ringkv.kernels.attention import decode_attention
-from ringkv.kernels.layer import LayerRing, Places
+from ringkv.kernels.layer import LayerRing
 
 SLOTS = 100
 
 
-def attend(q, ring: LayerRing, spans):
-    return decode_attention(q, ring, Places(torch.empty(0), None, spans))
+def of_spans(ring: LayerRing, spans: list[int]) -> LayerRing:
+    """The layer with so many slots of each lane visible at most; a lane of none is idle."""
+    span = torch.tensor(spans)
+    beyond = torch.arange(SLOTS) >= span[:, None, None]
+    return replace(ring, position=ring.position.masked_fill(beyond, -1), active=span > 0)
 
 
-def written_out(q, ring: LayerRing, lane: int, span: int):
+def written_out(q, ring: LayerRing, lane: int):
     """[Hq, D] of one lane, in float64."""
-    if span == 0:
+    if not ring.active[lane]:
         return torch.zeros_like(q[lane]).double()
     heads = []
     for head, query in enumerate(q[lane].double()):
         own = head // (q.shape[1] // ring.k.shape[1])
-        seen = [slot for slot in range(span) if ring.position[lane, own, slot] >= 0]
+        seen = [slot for slot in range(SLOTS) if ring.position[lane, own, slot] >= 0]
         weights = (ring.k[lane, own, seen].double() @ query / q.shape[2] ** 0.5).exp()
         heads.append(weights @ ring.v[lane, own, seen].double() / weights.sum())
     return torch.stack(heads)
@@ -34,29 +39,28 @@ def written_out(q, ring: LayerRing, lane: int, span: int):
 )
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_lanes_of_any_span(dtype, atol, kv_heads):
-    """Also from step to step of one layer, whose views are kept."""
-    ring = layer(6, kv_heads, 3, SLOTS, 16, 4, dtype)
+    whole = layer(6, kv_heads, 3, SLOTS, 16, 4, dtype)
     q = torch.randn(6, 3 * kv_heads, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     for spans in ([64] * 6, [SLOTS] * 6, [37, 64, 64, 0, SLOTS, SLOTS], [0, 64, 64, 64, SLOTS, 0], [64] * 5 + [SLOTS]):
-        for _ in range(2):
-            out = attend(q, ring, spans)
-            for lane, span in enumerate(spans):
-                assert torch.allclose(out[lane].double(), written_out(q, ring, lane, span), rtol=0, atol=atol)
+        ring = of_spans(whole, spans)
+        out = decode_attention(q, ring)
+        for lane in range(6):
+            assert torch.allclose(out[lane].double(), written_out(q, ring, lane), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("group", [1, 5, 7, 8])
 def test_a_lane_does_not_depend_on_its_neighbours(kv_heads, group):
-    """To the bit: it may be one of a group of lanes of its span, or alone."""
+    """To the bit, whether they run, hold less, or are idle."""
     ring = layer(4, kv_heads, group, SLOTS, 16, 4, torch.float32)
     q = torch.randn(4, kv_heads * group, 16, generator=torch.Generator().manual_seed(1))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        together = attend(q, ring, [SLOTS] * 4)
+        together = decode_attention(q, ring)
         for lane in range(4):
             for others in (0, 64):
                 spans = [SLOTS if each == lane else others for each in range(4)]
-                assert torch.equal(attend(q, ring, spans)[lane], together[lane])
+                assert torch.equal(decode_attention(q, of_spans(ring, spans))[lane], together[lane])
     finally:
         torch.set_num_threads(threads)

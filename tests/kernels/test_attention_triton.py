@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernel_checks import SHAPES, assert_as_exact, layer, poisoned, three_ways, torch_places
+from kernel_checks import SHAPES, assert_as_exact, layer, poisoned, three_ways
 from ringkv.kernels import attention_triton
 from ringkv.kernels.attention import decode_attention
-from ringkv.kernels.backend import use
 
 
 def queries(ring, group, dtype):
@@ -23,10 +22,9 @@ def test_as_exact_as_the_twin(slots, group, d, dtype, programs, monkeypatch):
     monkeypatch.setattr(attention_triton, "PROGRAMS", programs)
     ring = layer(2, 2, group, slots, d, 4, dtype)
     q = queries(ring, group, dtype)
-    kernel, twin, exact = three_ways(decode_attention, q, ring, torch_places(ring))
+    kernel, twin, exact = three_ways(decode_attention, q, ring, launcher=attention_triton.decode_attention)
     assert_as_exact(kernel, twin, exact)
-    with use("triton"):
-        assert torch.equal(decode_attention(q, poisoned(ring), None), kernel)
+    assert torch.equal(attention_triton.decode_attention(q, poisoned(ring)), kernel)
 
 
 def test_a_lane_not_yet_evicted_reads_its_span_only_and_an_idle_lane_gives_zero():
@@ -45,20 +43,22 @@ def test_a_lane_not_yet_evicted_reads_its_span_only_and_an_idle_lane_gives_zero(
     )
     q = queries(ring, 3, torch.float32)
     q[1] = torch.nan
-    kernel, twin, exact = three_ways(decode_attention, q, ring, torch_places(ring))
+    span = torch.tensor([41, 0, 71])  # the new token included
+    marked = replace(ring, position=position.masked_fill(order >= span[:, None, None], -1))
+    _, twin, exact = three_ways(decode_attention, q, marked, launcher=decode_attention)
+    kernel = attention_triton.decode_attention(q, ring)
     assert_as_exact(kernel, twin, exact)
     assert (kernel[1] == 0).all()
-    assert torch_places(ring).spans == [41, 0, 71]
 
 
 def test_nothing_visible_gives_zero():
     ring = layer(1, 2, 3, 63, 64, 4, torch.float16)
     ring = poisoned(replace(ring, position=torch.full_like(ring.position, -1)))
-    with use("triton"):
-        assert (decode_attention(queries(ring, 3, torch.float16), ring, None) == 0).all()
+    assert (attention_triton.decode_attention(queries(ring, 3, torch.float16), ring) == 0).all()
 
 
 def test_large_logits_stay_finite():
     ring = layer(1, 1, 8, 63, 64, 4, torch.float32)
-    kernel, twin, exact = three_ways(decode_attention, 1000 * queries(ring, 8, torch.float32), ring, torch_places(ring))
+    q = 1000 * queries(ring, 8, torch.float32)
+    kernel, twin, exact = three_ways(decode_attention, q, ring, launcher=attention_triton.decode_attention)
     assert_as_exact(kernel, twin, exact)

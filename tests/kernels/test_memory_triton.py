@@ -10,6 +10,7 @@ from kernel_checks import NoReads
 from ringkv.engine.config import RingConfig
 from ringkv.engine.memory import LiveBytes, Planner
 from ringkv.engine.policies import POLICIES
+from ringkv.engine.ring.evict import evict, evict_due, groups
 from ringkv.engine.ring.storage import SCRATCH_BYTES, Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling.steering import Steering
@@ -52,10 +53,10 @@ def test_a_group_of_evictions_lives_within_the_size_of_the_scratch(policy, group
     ring = Ring(shape(group, layers=28), RingConfig(4096, 64, policy), 8, META, torch.bfloat16)
     ring.counts[:] = ring.config.capacity
     with use("triton"), torch.inference_mode():
-        groups = list(ring._groups(ring.counts == ring.config.capacity))
-        assert len(groups) > 1
+        parts = list(groups(ring, ring.counts == ring.config.capacity))
+        assert len(parts) > 1
         with LiveBytes() as live:
-            ring._evict(groups[0])
+            evict(ring, parts[0])
     assert live.peak <= SCRATCH_BYTES
 
 
@@ -70,5 +71,6 @@ def test_a_step_and_its_evictions_wait_for_nothing(policy):
     ring.counts[:] = ring.config.capacity - 1
     with use("triton"), torch.inference_mode(), NoReads():
         runner.device_step()
-        ring.settle()
+        ring.follow()
+        evict_due(ring)
     assert (ring.evicted == 1).all()

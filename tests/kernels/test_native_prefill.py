@@ -11,7 +11,7 @@ import torch
 from kernel_checks import assert_as_exact, three_ways
 from ringkv.kernels import native
 from ringkv.kernels.backend import use
-from ringkv.kernels.prefill_attention import causal_attention
+from ringkv.kernels.table import causal_attention
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

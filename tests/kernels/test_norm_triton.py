@@ -5,8 +5,7 @@ import torch
 
 from kernel_checks import assert_as_exact, summed_and_normed, three_ways
 from ringkv.kernels.backend import use
-from ringkv.kernels.norm import add_rms_norm
-from ringkv.kernels.silu import silu_mul
+from ringkv.kernels.table import add_rms_norm, silu_mul
 
 
 def draw(*shape, dtype, seed=0):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ringkv.kernels.backend import use
-from ringkv.kernels.philox import philox
+from ringkv.kernels.table import philox
 
 
 def word(*shape, seed):

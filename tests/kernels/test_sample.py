@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringkv.kernels.backend import use
-from ringkv.kernels.penalize import penalize
-from ringkv.kernels.sample import Filters, sample
+from ringkv.kernels.sample import Filters
+from ringkv.kernels.table import penalize, sample
 
 
 @pytest.fixture(scope="module", params=["native", "torch"], autouse=True)

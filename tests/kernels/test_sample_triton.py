@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ringkv.kernels.backend import use
-from ringkv.kernels.penalize import penalize
-from ringkv.kernels.sample import Filters, sample
+from ringkv.kernels.sample import Filters
+from ringkv.kernels.table import penalize, sample
 
 ROWS = 6
 FILTERS = Filters(

@@ -7,11 +7,8 @@ import torch
 
 from kernel_checks import SHAPES, assert_as_exact, layer, poisoned
 from ringkv.kernels.backend import use
-from ringkv.kernels.leverage import leverage
-from ringkv.kernels.observe import received_attention
 from ringkv.kernels.pairs import Pairs
-from ringkv.kernels.redundancy import redundancy
-from ringkv.kernels.scores import window_attention
+from ringkv.kernels.table import leverage, received_attention, redundancy, window_attention
 
 WINDOW = 5
 SCRATCH = torch.empty(1 << 18)

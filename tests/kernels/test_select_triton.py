@@ -7,7 +7,7 @@ import torch
 
 from ringkv.kernels.backend import use
 from ringkv.kernels.pairs import Pairs
-from ringkv.kernels.select import free, lowest
+from ringkv.kernels.table import free, lowest
 
 STRANGE = [0.0, -0.0, 1.0, 1.5, -3.0, math.inf, -math.inf, math.nan, -math.nan, 1e-45, -1e-45, 3.4028235e38, -3e38]
 

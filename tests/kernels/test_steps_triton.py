@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ringkv.kernels.advance import advance, commit
 from ringkv.kernels.backend import use
-from ringkv.kernels.steer import AFTER, BEFORE, IDLE, INSIDE, NEXT, steer
+from ringkv.kernels.steer import AFTER, BEFORE, IDLE, INSIDE, NEXT
+from ringkv.kernels.table import advance, commit, steer
 
 
 def both(operation, *args):
