@@ -5,11 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import shutil
-import subprocess
-import sys
-import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,19 +138,3 @@ def test_texts_without_measure_are_cut():
     page = Page(render(trace))
     assert len(page.spans[3][1]) == 300
     assert page.spans[3][1].endswith("x\u2026")
-
-
-def test_a_wheel_ships_what_is_not_python(tmp_path):
-    """Built in a copy, since building leaves its traces in the tree."""
-    root = Path(__file__).parents[2]
-    copy = tmp_path / "copy"
-    shutil.copytree(root, copy, ignore=shutil.ignore_patterns(".*", "tests", "bench", "build", "*.egg-info"))
-    build = "from setuptools.build_meta import build_wheel; print(build_wheel('out'))"
-    (copy / "out").mkdir()
-    done = subprocess.run([sys.executable, "-c", build], cwd=copy, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = (copy / "out").glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"ringkv/apps/trace/assets/trace.{kind}" for kind in ("html", "css", "js")} < names
-    assert {f"ringkv/kernels/c/{path.name}" for path in (root / "kernels" / "c").iterdir()} < names
-    assert "ringkv/trace_page.py" in names
