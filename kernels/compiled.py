@@ -9,47 +9,52 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from ringkv.kernels import cache
+
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fPIC")
-HASH_BYTES = hashlib.sha256().digest_size
 
 
 class CannotCompile(Exception):
     """Why nothing can be compiled here, in a line."""
 
 
-def load(folder: Path) -> ctypes.CDLL:
+def load(folder: Path, names: Iterable[str]) -> ctypes.CDLL:
     """The functions of the C files in a folder.
 
-    The result is kept in the user's cache folder under a name that says for which source, compiler and processor it was
-    made; where nothing can be kept it is compiled in every process.
+    The result is kept (see ``cache.py``) under a name that says for which source, compiler and processor it was made;
+    where nothing can be kept it is compiled in every process.
+
+    Args:
+        names: functions that there must be.
 
     Raises:
-        CannotCompile: no compiler, one that fails, or no way to share torch's threads.
+        CannotCompile: no compiler, one that fails or makes something else, or no way to share torch's threads.
     """
     threads, reasons = _openmp(), []
     for compiler in _compilers():
         try:
-            return _load(folder, compiler, threads)
+            return _load(folder, compiler, threads, list(names))
         except CannotCompile as error:
             reasons.append(str(error))
     raise CannotCompile("; ".join(reasons))
 
 
-def _load(folder: Path, compiler: list[str], threads: Path) -> ctypes.CDLL:
+def _load(folder: Path, compiler: list[str], threads: Path, names: list[str]) -> ctypes.CDLL:
     target = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c", os.devnull])  # its version, and what the processor has
     texts = {path: path.read_text() for path in sorted(folder.glob("*.[ch]"))}
-    key = hashlib.sha256("\0".join((*texts.values(), target, str(threads), *FLAGS)).encode()).hexdigest()
-    cache = _cache()
-    kept = None if cache is None else cache / f"{key[:20]}.so"
-    if kept is not None and _is_whole(kept):
-        with suppress(OSError):  # not to be executed from there
-            return ctypes.CDLL(str(kept))
+    made_for = (*texts.values(), target, str(threads), *names, *compiler, *FLAGS)
+    kept = f"{hashlib.sha256(chr(0).join(made_for).encode()).hexdigest()[:20]}.so"
+    with suppress(OSError):  # not to be executed from there
+        if (library := _open_kept(kept)) is not None:
+            return library
     try:
         with tempfile.TemporaryDirectory(prefix="ringkv-") as place:
             sources = {path: f"{place}/{path.stem}.o" for path in texts if path.suffix == ".c"}
@@ -57,15 +62,51 @@ def _load(folder: Path, compiler: list[str], threads: Path) -> ctypes.CDLL:
                 _run([*compiler, *FLAGS, "-c", str(path), "-o", part])
             made = Path(place, "whole.so")
             _run([*compiler, "-shared", *sources.values(), str(threads), "-lm", "-o", str(made)])
-            is_kept = kept is not None and _keep(made, kept)
             try:
-                return ctypes.CDLL(str(made))  # stays when the folder goes
+                _try_loading(made, threads, names)
+                library = ctypes.CDLL(str(made))  # stays when the folder goes
+                cache.keep(made, kept)
             except OSError:  # where temporary files are, nothing may be executed
-                if not is_kept:
+                cache.keep(made, kept)
+                if (library := _open_kept(kept)) is None:
                     raise
-                return ctypes.CDLL(str(kept))
     except OSError as error:
         raise CannotCompile(f"what is compiled cannot be written or loaded: {error}") from error
+    return library
+
+
+def _open_kept(name: str) -> ctypes.CDLL | None:
+    """The library of this name in the cache, loaded from the very file that was checked; None where there is none."""
+    fd = cache.find(name)
+    # The descriptor stays open: the loader takes two libraries of one path for the same.
+    return None if fd is None else ctypes.CDLL(f"/proc/self/fd/{fd}")
+
+
+def _try_loading(made: Path, threads: Path, names: list[str]) -> None:
+    """Load a library in a process of its own first: one that was made for something else may end the process.
+
+    Raises:
+        OSError: it cannot be executed from where it lies.
+        CannotCompile: it ends the process, or lacks a function.
+    """
+    code = (
+        "import ctypes, sys; ctypes.CDLL(sys.argv[2], ctypes.RTLD_GLOBAL)\n"
+        "try: library = ctypes.CDLL(sys.argv[1])\n"
+        "except OSError as error: print(error); sys.exit(3)\n"
+        "print(next((name for name in sys.argv[3:] if not hasattr(library, name)), ''))"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code, str(made), str(threads), *names]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+    except subprocess.TimeoutExpired as error:
+        raise CannotCompile("what is compiled does not load within a minute") from error
+    said = done.stdout.strip()
+    if done.returncode == 3:
+        raise OSError(said)
+    if done.returncode:
+        raise CannotCompile(f"what is compiled ends the process that loads it (exit code {done.returncode})")
+    if said:
+        raise CannotCompile(f"what is compiled has no function {said}")
 
 
 def _compilers() -> list[list[str]]:
@@ -94,38 +135,6 @@ def _openmp() -> Path:
     if len(one) != 1:
         raise CannotCompile(f"torch runs on one OpenMP library; found: {', '.join(map(str, one)) or 'none'}")
     return one[0]
-
-
-def _cache() -> Path | None:
-    """The folder that keeps what is compiled; None for a user without a home."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    try:
-        return (named if named.is_absolute() else Path.home() / ".cache") / "ringkv"
-    except RuntimeError:
-        return None
-
-
-def _keep(made: Path, kept: Path) -> bool:
-    """Copy it to the cache, where it appears in one piece, its hash at its end; whether the cache can be written."""
-    try:
-        data = made.read_bytes()
-        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-            copy = Path(folder, kept.name)
-            copy.write_bytes(data + hashlib.sha256(data).digest())
-            os.replace(copy, kept)
-    except OSError:
-        return False
-    return True
-
-
-def _is_whole(kept: Path) -> bool:
-    """Whether a file of the cache is there, and as it was written: to load a torn one can end the process."""
-    try:
-        data = kept.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(data[:-HASH_BYTES]).digest() == data[-HASH_BYTES:]
 
 
 def _run(command: list[str]) -> str:

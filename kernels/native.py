@@ -75,7 +75,7 @@ def library() -> ctypes.CDLL:
     Raises:
         CannotCompile: see ``compiled.load``.
     """
-    functions = load(Path(__file__).with_name("c"))
+    functions = load(Path(__file__).with_name("c"), _SIGNATURES)
     for name, (arguments, result) in _SIGNATURES.items():
         function = getattr(functions, name)
         function.argtypes, function.restype = arguments, result
