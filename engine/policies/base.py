@@ -13,6 +13,8 @@ from ringkv.engine.policies.live import Live
 from ringkv.engine.spec import parse_spec
 from ringkv.errors import RingkvError
 
+MOST_FIELD = 1 << 10  # the largest width or rank of a policy
+
 
 class Policy:
     """Base of every policy: a frozen dataclass of hyperparameters with one method, ``priority``.
@@ -150,19 +152,3 @@ def priorities(policy: Policy, live: Live) -> Tensor:
         )
         raise RingkvError(f"policy {policy.name}: priority returned {given}, accepted is float32 {list(wanted)}")
     return priority
-
-
-def check_int(policy: Policy, field: str, least: int, odd: bool = False, most: int = 1 << 10) -> None:
-    """Refuse a field that is not an int from ``least`` to ``most`` (and odd, where that is asked)."""
-    value, kind = getattr(policy, field), f"an {'odd ' * odd}int"
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (odd and value % 2 == 0):
-        raise RingkvError.bad(f"policy {policy.name}: {field}", value, f"{kind} >= {least}")
-    if value > most:
-        raise RingkvError.bad(f"policy {policy.name}: {field}", value, f"{kind} <= {most}")
-
-
-def check_number(policy: Policy, field: str, low: float, high: float) -> None:
-    """Refuse a field that is not a number from ``low`` to ``high``."""
-    value = getattr(policy, field)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise RingkvError.bad(f"policy {policy.name}: {field}", value, f"a number from {low:g} to {high:g}")

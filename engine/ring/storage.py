@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from ringkv.engine.config import RingConfig
-from ringkv.engine.policies import as_policy, priorities
+from ringkv.engine.policies import priorities
 from ringkv.engine.policies.live import Live
 from ringkv.engine.policies.state import PolicyState
-from ringkv.engine.retention import as_retention
 from ringkv.engine.ring.observer import RingObserver
 from ringkv.kernels import native
 from ringkv.kernels.advance import advance
@@ -54,8 +53,7 @@ class Ring:
     def __init__(
         self, model: ModelConfig, config: RingConfig, lanes: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.config, self.policy = config, as_policy(config.policy)
-        self.retention = as_retention(config.retention or "all")
+        self.config, self.policy, self.retention = config, config.policy, config.retention
         self.layers, self.lanes, self.kv_heads, self.heads = model.layers, lanes, model.kv_heads, model.heads
         slots = (model.layers, lanes, model.kv_heads, config.capacity)
         queries = (model.layers, lanes, model.heads, config.window, model.head_dim)
@@ -229,7 +227,7 @@ class Ring:
             sample=self.sample[lane],
             eviction=self.evictions[layer, lane].long() + 1,
             window=self.config.window,
-            budget=self.config.kept,
+            budget=self.config.budget_tokens,
             sinks=self.config.sinks,
             pin=self.pin[lane],
             scratch=self.scratch,
@@ -294,9 +292,9 @@ class Ring:
             state = self.state.checked(fresh, self.policy.observe(live))
         if self.policy.evicts and slot.shape[1] >= config.capacity:
             live = self._prompt(layer, lane, slot, q[-config.window :], keys, values, v_range, state)
-            victim = lowest(priorities(self.policy, live), live.protected, slot.shape[1] - config.kept)[0]
+            victim = lowest(priorities(self.policy, live), live.protected, slot.shape[1] - config.budget_tokens)[0]
             kept_first = partition(torch.cat((victim, torch.zeros_like(victim[:, : config.window])), dim=-1))
-            slot = slot.gather(1, kept_first[:, : config.kept])
+            slot = slot.gather(1, kept_first[:, : config.budget_tokens])
         c = slot.shape[1]
         rows = slot[..., None].expand(-1, -1, keys.shape[-1])
         self.k[layer, lane, :, :c] = keys.gather(1, rows)
@@ -345,7 +343,7 @@ class Ring:
             sample=torch.zeros_like(self.sample[lane, None]),
             eviction=torch.zeros_like(self.seed[lane, None]),
             window=config.window,
-            budget=config.kept,
+            budget=config.budget_tokens,
             sinks=config.sinks,
             pin=self.pin[lane, None],
             scratch=self.scratch,
