@@ -282,7 +282,7 @@ def bench(
     policies: Annotated[
         str,
         option(
-            "Policies to measure (vase-attnv); a semicolon between those with fields.",
+            "Policies to measure (vase-attnv); a semicolon between those with a colon.",
             MEASURED,
             metavar="NAME,...",
             choices=POLICY_NAMES,
@@ -330,7 +330,11 @@ def bench(
 
 @app.command()
 def policies(json: Annotated[bool, flag("Print a JSON array.", OUTPUT, "--json")] = False) -> None:
-    """List the eviction policies: hyperparameters with their defaults, paper, what stays."""
+    """List the eviction policies: hyperparameters with their defaults, paper, what stays.
+
+    One of your own is named as --policy module:Class, or module:Class:field=value,...; it is imported from the current
+    folder, or from where Python finds it.
+    """
     with reporting(debug=False):
         from ringkv.engine.policies import policy_table
 

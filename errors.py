@@ -1,6 +1,10 @@
-"""The one exception a caller needs to catch."""
+"""The one exception a caller needs to catch, and the checks of numbers that raise it."""
 
 from __future__ import annotations
+
+from typing import TypeGuard
+
+MOST = 2**31 - 1  # the last position that a ring can hold
 
 
 class RingkvError(ValueError):
@@ -18,3 +22,38 @@ class RingkvError(ValueError):
         'window = 0: accepted is an int >= 1'
         """
         return cls(f"{field} = {given!r}: accepted is {accepted}")
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether this is an int; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_int(field: str, value: object, least: int, most: int = MOST, *, odd: bool = False, other: str = "") -> None:
+    """Refuse what is not an int from ``least`` to ``most``.
+
+    Args:
+        field: what the error calls the value.
+        odd: even ints are refused too.
+        other: what else is accepted, as the error says it.
+
+    Raises:
+        RingkvError: naming the field, the value and what is accepted.
+    """
+    kind = "an odd int" if odd else "an int"
+    if not is_int(value) or value < least or (odd and value % 2 == 0):
+        raise RingkvError.bad(field, value, f"{kind} >= {least}{other}")
+    if value > most:
+        raise RingkvError.bad(field, value, f"{kind} <= {most}{other}")
+
+
+def check_count(field: str, value: object, most: int = MOST) -> None:
+    """Refuse what is neither "auto" nor an int from 1 to ``most``."""
+    if value != "auto":
+        check_int(field, value, 1, most, other=" or 'auto'")
+
+
+def check_number(field: str, value: object, low: float, high: float) -> None:
+    """Refuse what is not a number from ``low`` to ``high``; NaN is none."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise RingkvError.bad(field, value, f"a number from {low:g} to {high:g}")

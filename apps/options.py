@@ -98,7 +98,7 @@ class Options:
     policy: Annotated[
         str | None,
         option(
-            "What leaves: a name or name:field=value,... (vase-attnv; see `ringkv policies`).",
+            "What leaves: a name, name:field=value,..., or module:Class of your own (vase-attnv; see `ringkv policies`).",
             RING,
             choices=POLICY_NAMES,
         ),
@@ -156,6 +156,9 @@ class Options:
         """The ring that these options name."""
         from ringkv.engine.config import RingConfig
 
+        module, colon, _ = (self.policy or "").partition(":")
+        if colon and module not in POLICY_NAMES and os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # a module of the user's own is found here, as python -m finds it
         return RingConfig(**self.given("budget", "window", "policy", "retention", "sinks", "pin"))
 
     def engine(self, lanes: Any) -> Engine:

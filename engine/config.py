@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from ringkv.engine.policies import Policy, as_policy
 from ringkv.engine.retention import Retention, as_retention
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, check_count, check_int, check_number, is_int
 
 PINS = ("none", "system", "prompt")
-MOST = 2**31 - 1
 LANE_LIMIT = 1 << 16  # an engine keeps some counts a lane in Python, and plan makes them too
 ON_REPETITION = ("stop", "close_thought", "ignore")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class RingConfig:
     """The KV ring: its size, and what stays in it.
 
@@ -25,9 +24,10 @@ class RingConfig:
         budget: tokens kept a KV head right after an eviction; "auto": the engine takes the largest that fits the
             memory, up to 16384.
         window: the most recent tokens, never evicted; also how many victims one eviction takes.
-        policy: which tokens leave: a name, ``"name:field=value,..."``, or a ``Policy``.
-        retention: what of a prompt enters: ``"refreekv"``, ``"all"``, the same with fields, or an object. ``full``
-            implies "all".
+        policy: which tokens leave. It is given as a name, as ``"name:field=value,..."``, as ``"module:Class"`` (a class
+            of your own, with ``":field=value,..."`` after it where it has fields), or as a ``Policy``.
+        retention: what of a prompt enters: ``"refreekv"``, ``"all"``, the same with fields, or a ``Retention``. None is
+            "refreekv", and "all" under ``full``, which takes nothing else.
         sinks: the first tokens of the text, always kept.
         pin: a span always kept: "none", "system" (the system message) or "prompt" (the whole prompt).
 
@@ -41,38 +41,43 @@ class RingConfig:
     ringkv.errors.RingkvError: sinks (4) + window (32) = 36 is not below budget (32): nothing would be left ...
     """
 
-    budget: int | Literal["auto"] = 4096
-    window: int = 64
-    policy: str | Policy = "vase-attnv"
-    retention: str | Retention | None = None
-    sinks: int = 4
-    pin: str = "none"
+    budget: int | Literal["auto"]
+    window: int
+    policy: Policy
+    retention: Retention
+    sinks: int
+    pin: str
 
-    def __post_init__(self) -> None:
-        check_count("budget", self.budget)
-        for field, least in (("window", 1), ("sinks", 0)):
-            check_int(field, getattr(self, field), least)
-        if self.pin not in PINS:
-            raise RingkvError.bad("pin", self.pin, ", ".join(PINS))
-        policy = as_policy(self.policy)
-        retention = self.retention
-        if retention is None:
-            retention = "refreekv" if policy.evicts else "all"
-        retention = as_retention(retention)
+    def __init__(
+        self,
+        budget: int | Literal["auto"] = 4096,
+        window: int = 64,
+        policy: str | Policy = "vase-attnv",
+        retention: str | Retention | None = None,
+        sinks: int = 4,
+        pin: str = "none",
+    ) -> None:
+        check_count("budget", budget)
+        check_int("window", window, 1)
+        check_int("sinks", sinks, 0)
+        if pin not in PINS:
+            raise RingkvError.bad("pin", pin, ", ".join(PINS))
+        policy = as_policy(policy)
+        retention = as_retention(retention if retention is not None else "refreekv" if policy.evicts else "all")
         if not policy.evicts and retention.name != "all":
             raise RingkvError(f"retention = {retention.name!r} with policy {policy.name!r}: accepted is 'all'")
-        object.__setattr__(self, "policy", policy)
-        object.__setattr__(self, "retention", retention)
-        if policy.evicts and self.budget != "auto":
-            self.check_protected(self.sinks, "sinks")
+        # Not by assignment: the dataclass is frozen.
+        vars(self).update(budget=budget, window=window, policy=policy, retention=retention, sinks=sinks, pin=pin)
+        if policy.evicts and budget != "auto":
+            self.check_protected(sinks, "sinks")
 
     @property
     def capacity(self) -> int:
         """Slots a KV head: budget + window."""
-        return self.kept + self.window
+        return self.budget_tokens + self.window
 
     @property
-    def kept(self) -> int:
+    def budget_tokens(self) -> int:
         """The budget as a number; an engine has chosen it where it was "auto"."""
         if isinstance(self.budget, str):
             raise RingkvError("budget = 'auto': an engine chooses it; a ring needs an int")
@@ -81,11 +86,11 @@ class RingConfig:
     @property
     def least_budget(self) -> int:
         """The smallest budget that leaves something to evict; 1 where nothing is evicted."""
-        return self.sinks + self.window + 1 if as_policy(self.policy).evicts else 1
+        return self.sinks + self.window + 1 if self.policy.evicts else 1
 
     def check_protected(self, protected: int, what: str) -> None:
         """Refuse a protected head of the text that leaves no candidate to evict."""
-        if protected + self.window >= self.kept:
+        if protected + self.window >= self.budget_tokens:
             raise RingkvError(
                 f"{what} ({protected}) + window ({self.window}) = {protected + self.window} is not below budget "
                 f"({self.budget}): nothing would be left to evict; raise budget or lower window"
@@ -158,14 +163,15 @@ class SamplingParams:
             ("repetition_penalty", 1e-3, 1e3),
             ("presence_penalty", -1e3, 1e3),
         ):
-            _check_number(field, getattr(self, field), low, high)
-        check_int("n", self.n, 1, most=1 << 16)
+            if getattr(self, field) is not None:
+                check_number(field, getattr(self, field), low, high)
+        check_int("n", self.n, 1, 1 << 16)
         for field, least in (("min_tokens", 0), ("min_repeat_count", 3), ("min_repeat_span", 1)):
             check_int(field, getattr(self, field), least)
         for field, least in (("top_k", 0), ("max_tokens", 1), ("logprobs", 0), ("max_thinking_tokens", 0)):
             if getattr(self, field) is not None:
                 check_int(field, getattr(self, field), least)
-        if self.seed is not None and not (_is_int(self.seed) and -(2**63) <= self.seed < 2**64):
+        if self.seed is not None and not (is_int(self.seed) and -(2**63) <= self.seed < 2**64):
             raise RingkvError.bad("seed", self.seed, "an int of 64 bits")
         if not isinstance(self.ignore_eos, bool):
             raise RingkvError.bad("ignore_eos", self.ignore_eos, "true or false")
@@ -184,7 +190,7 @@ class SamplingParams:
             raise RingkvError.bad("stop", self.stop, "a text or a list of texts, none of them empty")
         object.__setattr__(self, "stop", tuple(stop))
         ids = self.stop_token_ids
-        if not isinstance(ids, (list, tuple)) or not all(_is_int(each) and each >= 0 for each in ids):
+        if not isinstance(ids, (list, tuple)) or not all(is_int(each) and each >= 0 for each in ids):
             raise RingkvError.bad("stop_token_ids", ids, "a list of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 
@@ -197,37 +203,12 @@ class SamplingParams:
         for token, value in self.logit_bias.items():
             # JSON has no integer keys.
             token = int(token) if isinstance(token, str) and token.isdecimal() else token
-            if not _is_int(token) or token < 0:
+            if not is_int(token) or token < 0:
                 raise RingkvError.bad("logit_bias", token, "token ids with numbers")
-            _check_number(f"logit_bias of {token}", value, -1e4, 1e4)
+            check_number(f"logit_bias of {token}", value, -1e4, 1e4)
             bias[token] = float(value)
         object.__setattr__(self, "logit_bias", bias)
 
     def replace(self, **changes: Any) -> SamplingParams:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
-
-
-def _is_int(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def check_count(field: str, value: object, most: int = MOST) -> None:
-    """Refuse what is neither an int from 1 to ``most`` nor "auto"."""
-    if value != "auto":
-        check_int(field, value, 1, " or 'auto'", most)
-
-
-def check_int(field: str, value: object, least: int, other: str = "", most: int = MOST) -> None:
-    """Refuse what is no int from ``least`` on, or is beyond ``most``, the last position that a ring can hold."""
-    if not _is_int(value) or value < least:
-        raise RingkvError.bad(field, value, f"an int >= {least}{other}")
-    if value > most:
-        raise RingkvError.bad(field, value, f"an int <= {most}{other}")
-
-
-def _check_number(field: str, value: object, low: float, high: float) -> None:
-    if value is None:
-        return
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:  # refuses NaN too
-        raise RingkvError.bad(field, value, f"a number from {low:g} to {high:g}")

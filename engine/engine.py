@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringkv.engine.completion import Completion, StreamEvent
-from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams, check_count, check_int
+from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
 from ringkv.engine.graph import make_runner
 from ringkv.engine.loading import load
 from ringkv.engine.loop import Loop
@@ -24,7 +24,7 @@ from ringkv.engine.request import Generation, Request
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Progress, Runner
 from ringkv.engine.score import token_scores
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, check_count, check_int
 from ringkv.kernels.backend import check, resolve, use
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
@@ -283,7 +283,7 @@ class Engine:
         if trace:
             config, request = self.ring.config, requests[0]
             read = min(len(request.ids), config.capacity) + request.sampling.values["max_tokens"]
-            check_countable((read - config.kept) // config.window if self.ring.policy.evicts else 0)
+            check_countable((read - config.budget_tokens) // config.window if self.ring.policy.evicts else 0)
         return requests
 
     def _prepare_all(
@@ -405,6 +405,6 @@ def _check_options(ring: object, lanes: object, backend: object, seed: object, t
         raise RingkvError.bad("ring", ring, "a RingConfig")
     check_count("lanes", lanes, LANE_LIMIT)
     if threads is not None:
-        check_int("threads", threads, 1, most=1024)
+        check_int("threads", threads, 1, 1024)
     check(backend)
     SamplingParams(seed=seed)  # type: ignore[arg-type]

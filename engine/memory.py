@@ -125,7 +125,7 @@ class Planner:
         """The figures of an engine with this ring."""
         ring = self._ring(config, lanes)
         return Plan(
-            budget=config.kept,
+            budget=config.budget_tokens,
             window=config.window,
             lanes=lanes,
             dtype=str(self.dtype).removeprefix("torch."),

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ringkv.engine.config import RingConfig, SamplingParams
-from ringkv.engine.policies import as_policy
 from ringkv.engine.request import Request
 from ringkv.engine.sampling.steering import QUEUE
 from ringkv.engine.sampling.values import Sampling
@@ -186,7 +185,7 @@ class Prompts:
 
     def _fit(self, n: int, sampling: Sampling) -> Sampling:
         """Under ``full`` a request that could outgrow the ring is refused now; its default limit is what fits."""
-        if as_policy(self.ring.policy).evicts:
+        if self.ring.policy.evicts:
             return sampling
         room = self.ring.capacity - n
         if sampling.sources["max_tokens"] != "user" and room >= 1:
@@ -209,7 +208,7 @@ class Prompts:
             pin = next(
                 (i for i, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids))
             )
-        if pin > self.ring.sinks and as_policy(self.ring.policy).evicts:
+        if pin > self.ring.sinks and self.ring.policy.evicts:
             self.ring.check_protected(pin, f"pin = {self.ring.pin!r}: pinned tokens")
         return pin
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringkv.engine.spec import parse_spec
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, check_int
 
 
 class Retention(Protocol):
@@ -72,19 +72,17 @@ class ReFreeKV:
         if not isinstance(self.threshold, (int, float)) or not 0 <= self.threshold < 1:
             raise RingkvError.bad("retention refreekv: threshold", self.threshold, "a number in [0, 1)")
         for field in ("first", "whole_layers"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise RingkvError.bad(f"retention refreekv: {field}", value, "an int >= 0")
+            check_int(f"retention refreekv: {field}", getattr(self, field), 0)
 
     def keep(self, layer: int, n: int, last_attention: Callable[[], Tensor]) -> Tensor | None:
-        """The kept prefix of the ranking as a mask [n]; None in a whole layer."""
+        """The prefix of the ranking that enters, as a mask [n]; None in a whole layer."""
         if layer < self.whole_layers:
             return None
         attention = last_attention()
         ranking = self.ranking(n, attention.device)
-        kept = torch.zeros(n, dtype=torch.bool, device=attention.device)
-        kept[ranking[: self.prefix(attention)]] = True
-        return kept
+        enters = torch.zeros(n, dtype=torch.bool, device=attention.device)
+        enters[ranking[: self.prefix(attention)]] = True
+        return enters
 
     def ranking(self, n: int, device: torch.device | None = None) -> Tensor:
         """Positions by rank: 0 .. first-1, then n-1 downwards."""
@@ -92,7 +90,7 @@ class ReFreeKV:
         return torch.cat((torch.arange(first, device=device), torch.arange(n - 1, first - 1, -1, device=device)))
 
     def prefix(self, attention: Tensor) -> int:
-        """The length kept of the ranking, for attention rows [Hq, n]."""
+        """How many positions of the ranking enter, for attention rows [Hq, n]."""
         n = attention.shape[1]
         ranked = attention[:, self.ranking(n, attention.device)].to(torch.float64)
         norm = ranked.square().cumsum(-1).sqrt().mean(0)  # [n]

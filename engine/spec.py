@@ -23,21 +23,34 @@ def parse_spec(kind: str, text: str, table: Mapping[str, type[T]]) -> T:
     Raises:
         RingkvError: an unknown name or field, or a value that is not of the field's type, with the valid ones.
     """
-    name, _, rest = text.partition(":")
+    name, _, fields = text.partition(":")
     if name not in table:
         raise RingkvError.bad(kind, name, ", ".join(table))
-    cls: Any = table[name]
+    return build(f"{kind} {name}", table[name], fields)
+
+
+def build(what: str, cls: type[T], text: str) -> T:
+    """Build a dataclass from the fields that ``text`` sets, ``field=value,field=value``; it may be empty.
+
+    Args:
+        what: is being built, for messages.
+
+    Raises:
+        RingkvError: an unknown field, one that is given twice or is missing, or a value that is not of its type.
+    """
     types = typing.get_type_hints(cls)
-    fields = {field.name: types[field.name] for field in dataclasses.fields(cls)}
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     given: dict[str, Any] = {}
-    for item in filter(None, rest.split(",")):
-        field, equals, value = item.partition("=")
-        if not equals or field not in fields:
-            accepted = ", ".join(f"{known}=..." for known in fields) or "no field at all"
-            raise RingkvError.bad(f"{kind} {name}", item, accepted)
-        if field in given:
-            raise RingkvError(f"{kind} {name}: {field} is given twice")
-        given[field] = _value(f"{kind} {name}: {field}", value, fields[field])
+    for item in filter(None, text.split(",")):
+        name, equals, value = item.partition("=")
+        if not equals or name not in fields:
+            raise RingkvError.bad(what, item, ", ".join(f"{known}=..." for known in fields) or "no field at all")
+        if name in given:
+            raise RingkvError(f"{what}: {name} is given twice")
+        given[name] = _value(f"{what}: {name}", value, types[name])
+    for name, field in fields.items():
+        if name not in given and field.default is field.default_factory is dataclasses.MISSING:
+            raise RingkvError(f"{what}: {name} is missing; accepted is {name}=...")
     return cls(**given)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ringkv import RingConfig
+from ringkv import Engine, RingConfig, SamplingParams
 from ringkv.apps.measure.peer import PEERS
 from ringkv.apps.options import CHOICES, POLICY_NAMES
 from ringkv.cli import app
@@ -182,6 +182,50 @@ def test_a_file_of_prompts_is_not_resumed_without_the_compiler_that_it_was_begun
     monkeypatch.undo()
     assert CliRunner().invoke(app, ["generate", *files, "-m", str(tiny), "--backend", "native"]).exit_code == 0
     assert out.read_bytes().startswith(before)
+
+
+OWN_POLICY = """
+from dataclasses import dataclass
+
+from ringkv import Policy
+
+
+@dataclass(frozen=True)
+class Newest(Policy):
+    name = "newest"
+    shift: float = 0.0
+
+    def priority(self, live):
+        return self.shift - live.position[..., : live.candidates].float()
+"""
+
+
+def test_a_policy_of_the_users_own_is_found_in_the_current_folder(tiny, tmp_path):
+    """Oracle: the same class, as an object given to an engine."""
+    (tmp_path / "mine.py").write_text(OWN_POLICY)
+    options = ["-m", tiny, *TINY, "--max-tokens", 60, "--temperature", 0, "--on-repetition", "ignore", "--json"]
+    code, out, err = run("generate", "Hi", *options, "--policy", "mine:Newest:shift=2", cwd=tmp_path)
+    assert code == 0, err
+    done, names = json.loads(out), {}
+    assert (done["ring"]["policy"], done["ring"]["params"]) == ("mine:Newest", {"shift": 2.0})
+    assert done["ring"]["evictions"] > 0
+    exec(compile(OWN_POLICY, "mine.py", "exec", dont_inherit=True), names)
+    with Engine.from_pretrained(tiny, ring=RingConfig(24, 4, names["Newest"](2.0)), threads=1) as engine:
+        params = SamplingParams(temperature=0, max_tokens=60, on_repetition="ignore")
+        assert engine.generate("Hi", params).token_ids == done["token_ids"]
+    assert done["token_ids"] != json.loads(run("generate", "Hi", *options)[1])["token_ids"]
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    files = ["--input", "in.jsonl", "--output", "out.jsonl", "--max-tokens", 30]
+    assert run("generate", *files, "-m", tiny, *TINY, "--policy", "mine:Newest", cwd=tmp_path)[0] == 0
+    assert json.loads((tmp_path / "out.jsonl.ringkv.json").read_text())["settings"]["policy"] == "mine:Newest"
+    assert json.loads((tmp_path / "out.jsonl").read_text())["ringkv"]["ring"]["policy"] == "mine:Newest"
+    code, out, _ = run("plan", tiny, "--policy", "mine:Newest", "--json", cwd=tmp_path)
+    assert (code, json.loads(out)["policy"]) == (0, "mine:Newest")
+    code, out, err = run("generate", "Hi", "-m", tiny, "--policy", "mine:Newest", cwd="/")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(
+        "ringkv: policy = 'mine:Newest': no module mine is found; accepted is module:Class, or full, "
+    )
 
 
 def test_what_nobody_expected_is_one_line_too(tiny, monkeypatch):

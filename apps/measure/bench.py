@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ringkv.engine.config import RingConfig, check_int
+from ringkv.engine.config import RingConfig
 from ringkv.engine.cost import slot_bytes, weight_bytes
 from ringkv.engine.engine import Engine
 from ringkv.engine.memory import settle
 from ringkv.engine.runner import Runner
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, check_int
 from ringkv.models.config import ModelConfig
 
 
@@ -183,7 +183,7 @@ class Bench:
         ):
             check_int(name, value, 1)
         for ring in self.rings:
-            if ring.capacity < self.prompt + self.tokens and not _evicts(ring):
+            if ring.capacity < self.prompt + self.tokens and not ring.policy.evicts:
                 wanted = f"prompt + tokens = {self.prompt + self.tokens}"
                 raise RingkvError(f"policy full holds {ring.capacity} tokens: {wanted}")
 
@@ -200,7 +200,7 @@ class Bench:
         for ring, lanes in itertools.product(self.rings, self.lanes):
             settle(model.config, ring, lanes, model.dtype, model.device, loaded=True)
         for ring in self.rings:
-            entered = self.prompt if self.prompt < ring.capacity else ring.kept
+            entered = self.prompt if self.prompt < ring.capacity else ring.budget_tokens
             slots = min(ring.capacity, entered + self.tokens)
             for lanes in self.lanes:
                 read = step_bytes(engine, lanes, lanes * model.config.layers * slots)
@@ -269,9 +269,4 @@ def _floor(read: int, bandwidth: float) -> dict[str, float]:
 
 
 def _named(ring: RingConfig, lanes: int) -> dict[str, Any]:
-    assert not isinstance(ring.policy, str)
     return {"budget": ring.budget, "window": ring.window, "policy": ring.policy.name, "lanes": lanes}
-
-
-def _evicts(ring: RingConfig) -> bool:
-    return not isinstance(ring.policy, str) and ring.policy.evicts

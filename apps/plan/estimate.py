@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ringkv.engine.config import LANE_LIMIT, RingConfig, check_count, check_int
+from ringkv.engine.config import LANE_LIMIT, RingConfig
 from ringkv.engine.loading import placed
 from ringkv.engine.memory import PROMPT, Planner, free_memory, parse_size, settle
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, check_count, check_int
 from ringkv.models.config import ModelConfig
 from ringkv.models.weights import open_config
 
@@ -53,7 +53,7 @@ def estimate(
     figures = {
         "model": name,
         "device": str(place),
-        "policy": ring.policy if isinstance(ring.policy, str) else ring.policy.name,
+        "policy": ring.policy.name,
         "weights": "float16, products packed" if packed else plan.dtype,
         **plan.to_dict(),
         "full_cache_bytes": {str(tokens): plan.full_cache_bytes(tokens) for tokens in FULL_CACHES},

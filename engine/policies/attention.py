@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringkv.engine.policies.base import Policy, check_int, check_number, register_policy
+from ringkv.engine.policies.base import MOST_FIELD, Policy, register_policy
 from ringkv.engine.policies.live import Live
+from ringkv.errors import check_int, check_number
 
 
 @register_policy
@@ -76,7 +77,7 @@ class SnapKV(Policy):
     kernel: int = 5
 
     def __post_init__(self) -> None:
-        check_int(self, "kernel", 1, odd=True)
+        check_int(f"policy {self.name}: kernel", self.kernel, 1, MOST_FIELD, odd=True)
 
     def priority(self, live: Live) -> Tensor:
         """The pooled score."""
@@ -105,9 +106,9 @@ class RKV(Policy):
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        check_number(self, "lam", 0, 1)
-        check_int(self, "kernel", 1, odd=True)
-        check_number(self, "threshold", -1, 1)
+        check_number(f"policy {self.name}: lam", self.lam, 0, 1)
+        check_int(f"policy {self.name}: kernel", self.kernel, 1, MOST_FIELD, odd=True)
+        check_number(f"policy {self.name}: threshold", self.threshold, -1, 1)
 
     def priority(self, live: Live) -> Tensor:
         """lam * importance - (1 - lam) * redundancy."""

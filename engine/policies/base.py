@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,8 +12,12 @@ import torch
 from torch import Tensor
 
 from ringkv.engine.policies.live import Live
-from ringkv.engine.spec import parse_spec
+from ringkv.engine.spec import build, parse_spec
 from ringkv.errors import RingkvError
+
+MOST_FIELD = 1 << 10  # the largest width or rank of a policy
+# A class of the user's own; the fields of a policy of the table have a "=" where its name ends.
+_OWN = re.compile(r"(?P<module>[^\W\d]\w*(\.[^\W\d]\w*)*):(?P<name>[^\W\d]\w*)(:(?P<fields>.*))?", re.DOTALL)
 
 
 class Policy:
@@ -24,7 +30,7 @@ class Policy:
     ``observe``; the ring allocates, counts, resets and copies it, and hands it out as ``live.state``.
 
     Attributes:
-        name: what ``--policy`` and ``RingConfig`` call it.
+        name: what ``--policy`` and ``RingConfig`` call it, and results too.
         source: the paper.
         keeps: one line, what stays.
         evicts: False only for ``full``.
@@ -87,14 +93,7 @@ def register_policy(cls: type[Policy]) -> type[Policy]:
     >>> as_policy("every-other:step=3")
     EveryOther(step=3)
     """
-    if not issubclass(cls, Policy):
-        raise RingkvError(f"policy {cls.__name__}: must derive from ringkv.Policy")
-    # The class's own: a plain subclass inherits its parent's, and its fields would not be fields.
-    parameters = cls.__dict__.get("__dataclass_params__")
-    if parameters is None or not parameters.frozen:
-        raise RingkvError(
-            f"policy {cls.__name__}: must be a frozen dataclass (@dataclass(frozen=True) below the decorator)"
-        )
+    _check_class(cls, "below the decorator")
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or not name or any(mark in name for mark in ":,= "):
         raise RingkvError.bad(f"policy {cls.__name__}: name", name, "a text without ':', ',', '=' and spaces")
@@ -106,13 +105,49 @@ def register_policy(cls: type[Policy]) -> type[Policy]:
     return cls
 
 
+def _check_class(cls: type, where: str) -> None:
+    """Refuse a class whose objects would be no policies."""
+    if not issubclass(cls, Policy):
+        raise RingkvError(f"policy {cls.__name__}: must derive from ringkv.Policy")
+    # The class's own: a plain subclass inherits its parent's, and its fields would not be fields.
+    parameters = cls.__dict__.get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
+        raise RingkvError(f"policy {cls.__name__}: must be a frozen dataclass (@dataclass(frozen=True) {where})")
+
+
 def as_policy(value: str | Policy) -> Policy:
-    """A policy from its name, from ``"name:field=value,..."``, or as it is."""
+    """A policy from its name, from ``"name:field=value,..."``, from ``"module:Class"``, or as it is.
+
+    ``"module:Class:field=value,..."`` sets fields of a class of your own. The policy then goes by the name
+    ``"module:Class"``, in results and messages, and the class need not be registered.
+
+    Raises:
+        RingkvError: what is not known, cannot be imported, or is no policy.
+    """
     if isinstance(value, str):
+        if (own := _OWN.fullmatch(value)) is not None and own["module"] not in POLICIES:
+            return _imported(value, own["module"], own["name"], own["fields"] or "")
         return parse_spec("policy", value, POLICIES)
     if not isinstance(value, Policy) or not isinstance(getattr(value, "name", None), str):
         raise RingkvError.bad("policy", value, f"{', '.join(POLICIES)}, or an object of a Policy subclass with a name")
     return value
+
+
+def _imported(given: str, module: str, name: str, fields: str) -> Policy:
+    """The policy of a class that a module holds."""
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # whatever a module may raise while it is imported
+        missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        why = f"no module {module} is found" if missing else f"module {module} cannot be imported ({why})"
+        raise RingkvError(f"policy = {given!r}: {why}; accepted is module:Class, or {', '.join(POLICIES)}") from error
+    if not isinstance(found, type):
+        raise RingkvError(f"policy = {given!r}: module {module} has no class {name}; accepted is the name of a policy")
+    _check_class(found, "above the class")
+    policy: Policy = build(f"policy {module}:{name}", found, fields)
+    object.__setattr__(policy, "name", f"{module}:{name}")  # what finds it again, where its own name would not
+    return policy
 
 
 def policy_table() -> list[dict[str, Any]]:
@@ -150,19 +185,3 @@ def priorities(policy: Policy, live: Live) -> Tensor:
         )
         raise RingkvError(f"policy {policy.name}: priority returned {given}, accepted is float32 {list(wanted)}")
     return priority
-
-
-def check_int(policy: Policy, field: str, least: int, odd: bool = False, most: int = 1 << 10) -> None:
-    """Refuse a field that is not an int from ``least`` to ``most`` (and odd, where that is asked)."""
-    value, kind = getattr(policy, field), f"an {'odd ' * odd}int"
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (odd and value % 2 == 0):
-        raise RingkvError.bad(f"policy {policy.name}: {field}", value, f"{kind} >= {least}")
-    if value > most:
-        raise RingkvError.bad(f"policy {policy.name}: {field}", value, f"{kind} <= {most}")
-
-
-def check_number(policy: Policy, field: str, low: float, high: float) -> None:
-    """Refuse a field that is not a number from ``low`` to ``high``."""
-    value = getattr(policy, field)
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise RingkvError.bad(f"policy {policy.name}: {field}", value, f"a number from {low:g} to {high:g}")

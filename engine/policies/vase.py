@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ringkv.engine.policies.attention import pool_score
-from ringkv.engine.policies.base import Policy, check_int, register_policy
+from ringkv.engine.policies.base import MOST_FIELD, Policy, register_policy
 from ringkv.engine.policies.live import Live
+from ringkv.errors import check_int
 from ringkv.kernels.philox import gumbel
 from ringkv.kernels.table import lowest
 
@@ -51,13 +52,13 @@ class VaseAttnV(Policy):
 
     def __post_init__(self) -> None:
         if self.large is not None:
-            check_int(self, "large", 0, most=2**31 - 1)
-        check_int(self, "kernel", 1, odd=True)
+            check_int(f"policy {self.name}: large", self.large, 0)
+        check_int(f"policy {self.name}: kernel", self.kernel, 1, MOST_FIELD, odd=True)
 
     def priority(self, live: Live) -> Tensor:
         """+inf for what stays by range, else the log weight with its noise."""
-        weight, kept = self.weights(live)
-        return torch.where(kept, torch.inf, torch.log(weight) + gumbel(live.uniform()))
+        weight, stays = self.weights(live)
+        return torch.where(stays, torch.inf, torch.log(weight) + gumbel(live.uniform()))
 
     def weights(self, live: Live) -> tuple[Tensor, Tensor]:
         """The sampling weights [P, H, c], and which candidates stay by range or as sinks, bool [P, H, c]."""
@@ -65,10 +66,10 @@ class VaseAttnV(Policy):
         large = live.budget // 4 if self.large is None else self.large
         room = live.budget - live.window - pinned.sum(-1, keepdim=True)  # [P, H, 1]
         v_range = live.v_range[..., : live.candidates].masked_fill(live.sink, torch.inf).masked_fill(pinned, -torch.inf)
-        # Of equal ranges the older are not kept.
+        # Of equal ranges the older go first.
         small = lowest(v_range, torch.zeros_like(pinned), live.candidates - room.clamp(max=large))
-        kept = ~small | live.sink
-        return pool_score(live, self.kernel), kept
+        stays = ~small | live.sink
+        return pool_score(live, self.kernel), stays
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class _Leverage(Policy):
     rank: int = 20
 
     def __post_init__(self) -> None:
-        check_int(self, "rank", 1)
+        check_int(f"policy {self.name}: rank", self.rank, 1, MOST_FIELD)
 
     def projection(self, live: Live) -> Tensor:
         """G, float32 [P, D, rank], entries of variance 1 / rank."""

@@ -35,9 +35,9 @@ def admit(ring: Ring, layer: int, lane: int, q: Tensor, k: Tensor, v: Tensor, le
     slot = position.expand(1, ring.kv_heads, -1)  # of the prompt, [1, H, c]
     if ring.policy.evicts and len(position) >= config.capacity:
         prompt.queries = ring.queries[layer, lane][None, None]
-        victim = victims(prompt, prompt.live(Pairs([(0, 0)], device), slot), len(position) - config.kept)
+        victim = victims(prompt, prompt.live(Pairs([(0, 0)], device), slot), len(position) - config.budget_tokens)
         of_window = torch.zeros_like(victim[..., : config.window])
-        slot = slot.gather(2, partition(torch.cat((victim, of_window), dim=-1))[..., : config.kept])
+        slot = slot.gather(2, partition(torch.cat((victim, of_window), dim=-1))[..., : config.budget_tokens])
 
     c = slot.shape[2]
     rows = slot[0, :, :, None].expand(-1, -1, k.shape[-1])

@@ -74,7 +74,7 @@ class Storage:
             sample=self.sample[lane],
             eviction=self.evictions[layer, lane].long() + 1,
             window=self.config.window,
-            budget=self.config.kept,
+            budget=self.config.budget_tokens,
             sinks=self.config.sinks,
             pin=self.pin[lane],
             scratch=self.scratch,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import pickle
 
 import pytest
 
-from ringkv import RingConfig, RingkvError, SamplingParams
+from ringkv import Policy, ReFreeKV, RingConfig, RingkvError, SamplingParams
+from ringkv.engine.policies import H2O, RKV
 
 
 @pytest.mark.parametrize(
@@ -52,6 +56,33 @@ def test_sinks_and_window_leave_something_to_evict(budget, window, sinks, fits):
             RingkvError, match=rf"sinks \({sinks}\) \+ window \({window}\) = {sinks + window} .* budget \({budget}\)"
         ):
             RingConfig(budget, window, sinks=sinks)
+
+
+def test_a_ring_is_parsed_once_and_stays_a_frozen_dataclass():
+    """Oracle: the same ring with its policy and retention given as objects."""
+    named = RingConfig(128, 32, "rkv:lam=0.2", "refreekv:first=2", pin="prompt")
+    built = RingConfig(128, 32, RKV(lam=0.2), ReFreeKV(first=2), pin="prompt")
+    assert isinstance(named.policy, Policy)
+    assert (named, hash(named), repr(named)) == (built, hash(built), repr(built))
+    assert named != RingConfig(128, 32, "rkv", "refreekv:first=2", pin="prompt")
+    wider = dataclasses.replace(named, budget=256)
+    assert (wider.budget, wider.policy, wider.retention, wider.pin) == (256, RKV(lam=0.2), ReFreeKV(first=2), "prompt")
+    assert dataclasses.replace(named, policy="h2o").policy == H2O()
+    with pytest.raises(RingkvError, match=r"budget \(32\)"):
+        dataclasses.replace(named, budget=32)
+    assert copy.deepcopy(named) == pickle.loads(pickle.dumps(named)) == named
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        named.budget = 3
+    assert repr(RingConfig(64, 8, "full")) == (
+        "RingConfig(budget=64, window=8, policy=Full(), retention=All(), sinks=4, pin='none')"
+    )
+
+
+def test_budget_auto_is_no_number_yet():
+    ring = RingConfig("auto")
+    assert (ring.budget, ring.least_budget, RingConfig("auto", policy="full").least_budget) == ("auto", 69, 1)
+    with pytest.raises(RingkvError, match="budget = 'auto': an engine chooses it"):
+        _ = ring.capacity
 
 
 def test_specs_build_objects():
@@ -114,6 +145,7 @@ def test_full_implies_all():
         ("logit_bias", {-1: 1}),
         ("logit_bias", 3),
         ("logit_bias", {3: math.inf}),
+        ("logit_bias", {3: None}),
         ("seed", 2**64),
         ("seed", 1.0),
         ("n", 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from ringkv import Engine, Policy, RingConfig, RingkvError, SamplingParams, register_policy
 from ringkv.engine.policies import POLICIES, VaseAttnV, as_policy, policy_table
 from ringkv.engine.ring.evict import evict, live_tokens
+from ringkv.engine.spec import describe
 from rings import fill, make_ring, positions
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
@@ -91,6 +93,99 @@ def test_register(table):
     assert victims("newest:shift=2") == [4, 5]
     assert policy_table()[-1] == {"name": "newest", "params": {"shift": 0.0}, "source": "", "keeps": ""}
     assert register_policy(Newest) is Newest
+
+
+OWN = """
+from dataclasses import dataclass
+
+from ringkv import Policy
+
+
+@dataclass(frozen=True)
+class Newest(Policy):
+    shift: float = 0.0
+
+    def priority(self, live):
+        return self.shift - live.position[..., : live.candidates].float()
+
+
+@dataclass(frozen=True)
+class Wanting(Newest):
+    name = "wanting"
+    least: int = 0
+
+
+@dataclass(frozen=True)
+class Asking(Policy):
+    least: int
+
+
+class Thawed(Policy):
+    pass
+
+
+class Stranger:
+    pass
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """The name of a package on the path, with policies of the user's own in its module."""
+    name = f"own_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "policies.py").write_text(OWN)
+    (tmp_path / name / "broken.py").write_text("import no_such_module_of_mine")
+    (tmp_path / name / "worse.py").write_text("def f(:")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_a_class_of_ones_own_by_module_and_name(own, table):
+    """Oracle: the same class, registered by hand in ``test_register``."""
+    policy = RingConfig(policy=f"{own}.policies:Newest:shift=2").policy
+    assert (policy.shift, policy.name) == (2.0, f"{own}.policies:Newest")
+    assert victims(policy) == [4, 5]
+    assert policy == type(policy)(shift=2.0)
+    assert as_policy(describe(policy)) == policy
+    assert as_policy(f"{own}.policies:Wanting").name == f"{own}.policies:Wanting"
+    assert type(policy).__name__ not in POLICIES
+    copied = pickle.loads(pickle.dumps(RingConfig(policy=policy)))
+    assert copied.policy.name == policy.name
+    config = tiny_config()
+    engine = Engine(tiny_decoder(config, tiny_weights(config)), ring=RingConfig(16, 4, policy))
+    assert engine.generate([1, 2, 3], SamplingParams(max_tokens=2)).ring["policy"] == policy.name
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        (
+            "nowhere:Newest",
+            "policy = 'nowhere:Newest': no module nowhere is found; accepted is module:Class, or full, ",
+        ),
+        ("{}.nowhere:A", "policy = '{}.nowhere:A': no module {}.nowhere is found; accepted is module:Class, or full, "),
+        ("{}.policies:Oldest", "policy = '{}.policies:Oldest': module {}.policies has no class Oldest; accepted is "),
+        ("{}.policies:number", "policy = '{}.policies:number': module {}.policies has no class number; accepted is "),
+        ("{}.policies:Stranger", "policy Stranger: must derive from ringkv.Policy"),
+        ("{}.policies:Thawed", "policy Thawed: must be a frozen dataclass (@dataclass(frozen=True) above the class)"),
+        ("{}.policies:Newest:shaft=1", "policy {}.policies:Newest = 'shaft=1': accepted is shift=..."),
+        ("{}.policies:Newest:shift=x", "policy {}.policies:Newest: shift = 'x': accepted is float"),
+        ("{}.policies:Asking", "policy {}.policies:Asking: least is missing; accepted is least=..."),
+        ("{}.broken:A", "policy = '{}.broken:A': module {}.broken cannot be imported (ModuleNotFoundError: No module "),
+        ("{}.worse:A", "policy = '{}.worse:A': module {}.worse cannot be imported (SyntaxError: "),
+        (":Newest", "policy = '': accepted is full, "),
+        ("snapkv:Newest", "policy snapkv = 'Newest': accepted is kernel=..."),
+    ],
+)
+def test_a_class_that_is_not_there_or_no_policy(own, spec, message):
+    with pytest.raises(RingkvError) as error:
+        RingConfig(policy=spec.replace("{}", own))
+    assert str(error.value).startswith(message.replace("{}", own))
+    assert "\n" not in str(error.value)
 
 
 def test_register_refuses(table):
