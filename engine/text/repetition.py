@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass
-from math import isqrt
 
 from ringkv.errors import RingkvError
 
@@ -23,31 +23,13 @@ class Repetition:
 
 @dataclass
 class _Run:
-    """Text from ``start`` on that keeps a period. It is a loop when it reaches ``due``, if it does."""
+    """The tokens from ``start`` to ``end``, each equal to the one a period before it; a loop from ``due`` on."""
 
     period: int
     start: int
+    end: int
     due: int
-    end: int = 0  # of the loop, once it is one
     report: Repetition | None = None
-
-
-class _Level:
-    """Looks for periods up to ``longest``, once in ``every`` tokens.
-
-    Blocks of ``size`` tokens that end 0 .. stride - 1 tokens before the end of the text (baby steps) are compared with
-    those that end 1, 2, ... whole strides before it (giant steps): every distance is a difference of two such ends.
-    """
-
-    def __init__(self, longest: int) -> None:
-        slack = longest // 4
-        self.longest = longest
-        self.stride = min(isqrt(longest), slack // 4 + 1)
-        self.size = longest + self.stride - 1
-        self.every = slack - 2 * (self.stride - 1) + 1
-        self.power = pow(_BASE, self.size, _MODULUS)
-        self.next_look = self.size + 1
-        self.run: _Run | None = None
 
 
 class RepetitionDetector:
@@ -57,24 +39,30 @@ class RepetitionDetector:
     ``min_repeat_span`` tokens, at the end of the text. A unit of p tokens is one as soon as the text has kept the
     period p for need(p) = p * max(count, ceil(span / p)) tokens, and it is reported with exactly that token.
 
-    How: a period is found early and cheaply, and then only awaited. Each level looks for periods up to its own P. At
-    every P / 8 or so tokens it seeks the smallest d <= P which the last P + d tokens keep, with the hashes of about
-    2 sqrt(P) blocks (baby steps, giant steps). A binary search over hashes tells where the run began, hence when it is
-    due; then one hash says whether it is unbroken, and a comparison of all its tokens whether hashes told the truth.
+    Method. Place n is the end of the first n tokens; its gram is the last g = ceil(span / 6) of them.
 
-    Why it is exact: levels are spaced so that p + P + P // 4 <= need(p) for every period above those of the level
-    below, and a block, its steps and the wait for the next look fit in there: a run is found before it is due. One
-    period a level is enough: if d < p <= P are both kept over P tokens and themselves more, d divides p (Fine and
-    Wilf), so p is the length of no smallest unit. That takes a count of 3 or more; two equal passages are a quotation,
-    not a loop. Different blocks of equal hash (61 bits) raise no false alarm; that they hide a loop has a chance of
-    about 2^-40 in a long text.
+    - A period up to g shows as a gram that was seen within the last g places, at the distance where it was seen last.
+    - For the longer periods, all other places are numbered. The place of number i, an odd multiple of 2^v, waits for
+      its gram to come again until 2^(v+1) more are numbered. When it does, a comparison of hashes tells whether the
+      last count - 1 units are equal, and a binary search over hashes where this run of equal units began.
+    - From then on each new token is compared with the one a period before it.
 
-    What it costs: a level hashes about 2 sqrt(P) blocks in P / 8 tokens and P grows geometrically, so all levels
-    together cost a constant a token. A reported loop costs its length once, and one comparison for each token that it
-    goes on. ``comparisons`` counts hashed blocks and compared tokens. The whole text is kept, for any period.
+    Why no loop is missed. Let a run of smallest period p begin at s. If p <= g, it is found at s + g + p. Otherwise
+    consider the p places from A = s + max((count - 2) p, 2 g) on. They are not all in runs of periods up to g, or the
+    run itself would have such a period (Fine and Wilf). So m >= 1 of them are numbered, and so are those p places
+    later, each with the number m higher. Of the m numbers one is a multiple of 2^v, where 2^v <= m < 2^(v+1), and it
+    waits for m more at least. So the run is found before A + 2 p. That is not after s + need(p): need(p) is at least
+    count * p, and where (count - 2) p < 2 g it is also at least 2 p + 2 g - 1, for then 3 p or the span is. A multiple
+    of a run's period is passed over, for it is never the smallest.
+
+    Cost. A token takes at most two look-ups, and a comparison for each run that it continues. For each v one place
+    waits at a time, and the gram of a numbered place comes again after more than g tokens, so hashes are compared
+    rarely. A hash of 61 bits only finds a run: before a loop is reported all its tokens are compared, so there is no
+    false alarm. The whole text is kept, at 16 bytes a token. ``comparisons`` counts look-ups and compared hashes and
+    tokens.
 
     Args:
-        min_repeat_count: whole times, at least 3.
+        min_repeat_count: whole times, at least 3; two equal passages are a quotation, not a loop.
         min_repeat_span: tokens, at least 1.
 
     Raises:
@@ -87,13 +75,15 @@ class RepetitionDetector:
                 raise RingkvError.bad(field, value, f"an int >= {least}")
         self.comparisons = 0
         self._count, self._span = min_repeat_count, min_repeat_span
-        self._tokens = array("q")  # arrays: a long text costs 16 bytes a token
+        self._gram = -(-min_repeat_span // 6)
+        self._power = pow(_BASE, self._gram, _MODULUS)
+        self._tokens = array("q")
         self._hashes = array("Q", [0])  # of every prefix
-        # need(p) - p >= span * (count - 1) / count for any p, so the first level may begin that high.
-        first = 4 * min_repeat_span * (min_repeat_count - 1) // (5 * min_repeat_count)
-        self._levels = [_Level(max(first, self._longest_above(0)))]
-        self._next_event = self._levels[0].next_look
-        self._loops: list[_Run] = []
+        self._recent: dict[int, int] = {}  # gram -> the last place that has it; older places are dropped now and then
+        self._numbered = 0
+        self._turns: list[tuple[int, int]] = []  # for each v the gram and the place that wait
+        self._waiting: dict[int, list[int]] = {}  # gram -> the places that wait for it
+        self._runs: list[_Run] = []  # those that the last token continues
         self._last: _Run | None = None
 
     @property
@@ -109,100 +99,81 @@ class RepetitionDetector:
         self._tokens.append(token)
         self._hashes.append((self._hashes[-1] * _BASE + token + 1) % _MODULUS)
         n = len(self._tokens)
-        if self._loops:
+        if self._runs:
             self._follow(n)
-        if n >= self._next_event:
+        if n >= self._gram:
             self._look(n)
-        if not self._loops:
+        return self._report(n) if self._runs else None
+
+    def _follow(self, n: int) -> None:
+        """Let the runs go on that the new token continues."""
+        self.comparisons += len(self._runs)
+        self._runs = [run for run in self._runs if self._tokens[-1] == self._tokens[-1 - run.period]]
+        for run in self._runs:
+            run.end = n
+
+    def _report(self, n: int) -> Repetition | None:
+        """The loop that ends here, if it was not reported before and its tokens prove it."""
+        run = min((run for run in self._runs if n >= run.due), key=lambda run: run.period, default=None)
+        if run is None or run.report is not None:
             return None
-        run = min(self._loops, key=lambda loop: loop.period)
-        if run.report is not None:
+        self.comparisons += n - run.start - run.period
+        if self._tokens[run.start : -run.period] != self._tokens[run.start + run.period :]:
+            self._runs.remove(run)  # different tokens had an equal hash
             return None
         run.report = Repetition(self._tokens[-run.period :].tolist(), run.period, (n - run.start) // run.period)
         self._last = run
         return run.report
 
-    def _follow(self, n: int) -> None:
-        """Let the loops go on that the new token continues."""
-        self.comparisons += len(self._loops)
-        self._loops = [loop for loop in self._loops if self._tokens[-1] == self._tokens[-1 - loop.period]]
-        for loop in self._loops:
-            loop.end = n
-
     def _look(self, n: int) -> None:
-        """Whatever is to be done now: a level's look for a period, a run that is due."""
-        below = 0
-        for level in list(self._levels):
-            if n == level.next_look:
-                level.next_look += level.every
-                if level is self._levels[-1]:
-                    self._levels.append(_Level(self._longest_above(level.longest)))
-                period = self._find(level, n)
-                if period <= below:
-                    level.run = None
-                elif level.run is None or level.run.period != period:
-                    start = n - self._run_length(period, level.size + period, n)
-                    level.run = _Run(period, start, start + self._need(period))
-            if level.run is not None and n == level.run.due:
-                self._settle(level, n)
-            below = level.longest
-        self._next_event = min(
-            event
-            for level in self._levels
-            for event in (level.next_look, level.run.due if level.run else level.next_look)
-            if event > n
-        )
+        """Find the runs that the gram of this place shows."""
+        gram = (self._hashes[n] - self._hashes[n - self._gram] * self._power) % _MODULUS
+        period = n - self._recent.get(gram, -n)
+        self._recent[gram] = n
+        if n % self._gram == 0:
+            self._recent = {gram: place for gram, place in self._recent.items() if n - place < self._gram}
+        if any(run.period <= self._gram for run in self._runs):
+            return  # the period shows still
+        self.comparisons += 1
+        if period <= self._gram:
+            self._add(period, n - self._gram - period, n)
+            return
+        self.comparisons += 1
+        for place in self._waiting.get(gram, ()):
+            self._try(n - place, n)
+        self._wait(gram, n)
 
-    def _settle(self, level: _Level, n: int) -> None:
-        """A run is due: a loop, if it is unbroken."""
-        run = level.run
-        assert run is not None
-        length = n - run.start - run.period
-        if self._keeps(run.period, length, n):
-            self.comparisons += length
-            if self._tokens[run.start : n - run.period] == self._tokens[run.start + run.period :]:
-                run.end = n
-                self._loops.append(run)
+    def _try(self, period: int, n: int) -> None:
+        """Add the run that has this period, if there is one and it is not known."""
+        least = (self._count - 1) * period
+        if self._keeps(period, least, n) and all(period % run.period or run.start > n - least for run in self._runs):
+            longer = range(least + 1, n + 1)
+            more = bisect_left(longer, True, key=lambda length: not self._keeps(period, length, n))
+            self._add(period, n - least - more, n)
 
-    def _find(self, level: _Level, n: int) -> int:
-        """The smallest period up to ``longest`` that the last ``size`` tokens and itself more keep, or 0."""
-        size, stride, power = level.size, level.stride, level.power
-        hashes = self._hashes
+    def _add(self, period: int, start: int, n: int) -> None:
+        need = period * max(self._count, -(-self._span // period))
+        self._runs.append(_Run(period, start, n, start + need))
 
-        def block(end: int) -> int:
-            self.comparisons += 1
-            return (hashes[end] - hashes[end - size] * power) % _MODULUS
-
-        babies = {block(n - step): step for step in range(min(stride, n - size + 1))}
-        for distance in range(stride, min(level.longest + stride, n - size + 1), stride):
-            step = babies.get(block(n - distance))
-            if step is not None and distance - step <= level.longest and self._keeps(distance - step, size, n):
-                return distance - step
-        return 0
-
-    def _run_length(self, period: int, known: int, n: int) -> int:
-        """How many tokens up to now keep a period; ``known`` of them do. Not looked for beyond ``need``."""
-        high = min(n, self._need(period))
-        while known < high:
-            middle = (known + high + 1) // 2
-            if self._keeps(period, middle - period, n):
-                known = middle
-            else:
-                high = middle - 1
-        return known
+    def _wait(self, gram: int, n: int) -> None:
+        """Number a place, and let it wait in the stead of the one whose turn is over."""
+        self._numbered += 1
+        v = (self._numbered & -self._numbered).bit_length() - 1
+        if v == len(self._turns):
+            self._turns.append((gram, n))
+        else:
+            over, place = self._turns[v]
+            self._turns[v] = gram, n
+            self._waiting[over].remove(place)
+            if not self._waiting[over]:
+                del self._waiting[over]
+        self._waiting.setdefault(gram, []).append(n)
 
     def _keeps(self, period: int, length: int, n: int) -> bool:
-        """Whether the last ``length`` tokens equal those ``period`` before them, by hash."""
-        if n - length - period < 0:
+        """Whether the last ``length`` tokens keep a period, by hash."""
+        if length > n:
             return False
-        self.comparisons += 2
-        power = pow(_BASE, length, _MODULUS)
-        hashes, back = self._hashes, n - period
-        return (hashes[n] - hashes[n - length] * power - hashes[back] + hashes[back - length] * power) % _MODULUS == 0
-
-    def _need(self, period: int) -> int:
-        return period * max(self._count, -(-self._span // period))
-
-    def _longest_above(self, below: int) -> int:
-        """The largest P with P + P // 4 <= need(p) - p for every p above ``below``."""
-        return max(below + 1, 4 * (self._count - 1) * (below + 1) // 5)
+        self.comparisons += 1
+        hashes, start = self._hashes, n - length
+        power = pow(_BASE, length - period, _MODULUS)
+        return (hashes[n] - hashes[start + period] * power - hashes[n - period] + hashes[start] * power) % _MODULUS == 0
