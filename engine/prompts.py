@@ -12,6 +12,7 @@ from ringkv.engine.sampling.steering import QUEUE
 from ringkv.engine.sampling.values import Sampling
 from ringkv.engine.seeds import effective_seed
 from ringkv.engine.text.encoding import IncrementalDecoder, encode_messages
+from ringkv.engine.text.endings import ending_tokens
 from ringkv.engine.text.templates import ChatTemplate
 from ringkv.engine.text.thoughts import ThoughtTags, strip_thought
 from ringkv.errors import RingkvError
@@ -31,6 +32,9 @@ class Prompts:
         generation_config: the checkpoint's sampling defaults and ending tokens.
         ring: the ring's options; its pin and budget bear on what is accepted.
         engine_seed: see ``effective_seed``.
+
+    Attributes:
+        endings: the ids that end a text, each with its token's text (see ``ending_tokens``).
     """
 
     def __init__(
@@ -49,13 +53,10 @@ class Prompts:
         self.tags = None
         if tokenizer is not None:
             self.tags = ThoughtTags.detect(tokenizer.chat_template, tokenizer.control_tokens)
-        theirs = generation_config.get("eos_token_id")
-        ids = theirs if isinstance(theirs, (list, tuple)) else [theirs]
+        self.endings = ending_tokens(config.eos_ids, generation_config, tokenizer, self.template)
+        self.eos_ids = frozenset(self.endings)
         # Ids that may be drawn; the rest of a padded vocabulary never is.
         self.vocabulary = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.size)
-        self.eos_ids = frozenset(id for id in ids if isinstance(id, int)) | frozenset(config.eos_ids)
-        if tokenizer is not None:
-            self.eos_ids |= frozenset(tokenizer.eos_ids)
 
     @staticmethod
     def is_batch(prompts: object) -> bool:

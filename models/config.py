@@ -124,7 +124,7 @@ class ModelConfig:
             nope_layers=nope,
             moe=_moe(keys, layers) if family.moe else None,
             dtype=_dtype(keys),
-            eos_ids=_eos_ids(keys),
+            eos_ids=keys.token_ids("eos_token_id"),
         )
         for key, accepted in FIXED.items():
             if key in keys:
@@ -226,13 +226,6 @@ def _dtype(keys: Keys) -> str:
     if len(set(named)) > 1:
         raise keys.refuse("torch_dtype", f"the same as dtype = {named[0]}")
     return named[0] if named else "float32"
-
-
-def _eos_ids(keys: Keys) -> tuple[int, ...]:
-    value = keys.raw("eos_token_id", None)
-    if isinstance(value, list):
-        return keys.integers("eos_token_id")
-    return () if value is None else (keys.integer("eos_token_id", low=0),)
 
 
 def _rope(keys: Keys, family: Family, max_position: int, head_dim: int) -> RopeConfig:

@@ -78,6 +78,14 @@ class Keys:
             raise self.refuse(key, f"a list of ints from 0 to {high}")
         return tuple(value)
 
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """A token id or a list of them; none where the key is absent or null."""
+        value = self.raw(key, None)
+        ids = value if isinstance(value, list | tuple) else () if value is None else (value,)
+        if not all(type(one) is int and 0 <= one < 2**31 for one in ids):
+            raise self.refuse(key, f"an int from 0 to {2**31 - 1}, or a list of them")
+        return tuple(ids)
+
     def object(self, key: str) -> Keys:
         """A nested object; absent and null read as an empty one."""
         value = self.raw(key, None)

@@ -5,21 +5,29 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, pre_tokenizers
 
 from ringkv.errors import RingkvError
-from ringkv.models.keys import read_json, refusal
+from ringkv.models.keys import refusal
+from ringkv.models.special_tokens import add_named_tokens, optional_json
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 _MAX_SIZE = 1 << 24
+
+# The files in which tokenizers of other kinds keep their vocabulary.
+VOCABULARIES = (
+    *("tekken.json", "tokenizer.model*", "spiece.model", "sentencepiece*.model", "tiktoken.model", "*.tiktoken"),
+    *("vocab.json", "vocab.txt"),
+)
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -35,7 +43,7 @@ _BYTES = _byte_alphabet()
 
 
 class Tokenizer:
-    """A ``tokenizers.Tokenizer``, byte-level or with SentencePiece's spaces, and what its control tokens are.
+    """A ``tokenizers.Tokenizer``, byte-level, with SentencePiece's spaces or of whole words, and its control tokens.
 
     A control token is an added token, special or not, that is never parsed in a text said to be plain. Added tokens
     of one character or of blanks only are words that the vocabulary lacked, and are parsed everywhere.
@@ -51,8 +59,9 @@ class Tokenizer:
         bos_id: None where there is none.
         special_ids: ids whose text is not shown: the added tokens that are special.
         control_tokens: the ids of the control tokens by their texts.
-        drops_space: whether the first space of a decoded text is not part of it (SentencePiece).
+        drops_space: whether the first space of a decoded text is not part of it (SentencePiece, words).
         size: one more than the largest id; a model's ids from it on are padding.
+        holes: the ids below ``size`` that no token has, or one without text: they decode to nothing.
 
     Raises:
         RingkvError: the backend's decoder is of another kind, or an id is absurd.
@@ -71,7 +80,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
-        self._byte_level, self._byte_tokens, self.drops_space = _decoding(backend)
+        self._kind, self._byte_tokens, self.drops_space = _decoding(backend)
         self.special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
         self.bos_id = self.token_to_id(self.special_tokens.get("bos_token", ""))
@@ -80,36 +89,35 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids) if eos_ids is not None else () if eos_id is None else (eos_id,)
         self.special_ids = frozenset(id for id, token in self._added.items() if token.special)
         self.control_tokens = {token.content: id for id, token in self._added.items() if _is_control(token)}
-        self.size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.size = max(vocabulary.values(), default=-1) + 1
         if self.size > _MAX_SIZE:
             raise RingkvError(f"tokenizer.json: id {self.size - 1}: accepted are ids below {_MAX_SIZE}")
+        self.holes = frozenset(range(self.size)).difference(id for text, id in vocabulary.items() if text)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
-        """The tokenizer of a Hugging Face folder: ``tokenizer.json`` as it is; None where the folder has none.
+        """The tokenizer of a Hugging Face folder: ``tokenizer.json``, and the control tokens that are named beside it
+        (see ``add_named_tokens``); None where the folder has no tokenizer.
 
-        Special tokens come from ``tokenizer_config.json``, then ``special_tokens_map.json``; the chat template from
-        ``chat_template.jinja``, then ``chat_template.json``, then ``tokenizer_config.json``.
+        The chat template comes from ``chat_template.jinja``, then ``chat_template.json``, then
+        ``tokenizer_config.json``.
 
         Raises:
             RingkvError: a file is broken, or there is a vocabulary without ``tokenizer.json``.
         """
         if not (path := folder / "tokenizer.json").is_file():
-            for other in ("tokenizer.model", "vocab.json"):
-                if (folder / other).is_file():
-                    raise RingkvError(f"{folder}: {other} without tokenizer.json, the only tokenizer that is read")
+            found = sorted({file.name for pattern in VOCABULARIES for file in folder.glob(pattern)})
+            if found:
+                raise RingkvError(
+                    f"{folder}: {', '.join(found)} without tokenizer.json, the only tokenizer that is read; "
+                    "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes it"
+                )
             return None
-        config, names = (
-            _optional_json(folder / "tokenizer_config.json"),
-            _optional_json(folder / "special_tokens_map.json"),
-        )
         with refusing(path):
             backend = tokenizers.Tokenizer.from_file(str(path))
-        return cls(
-            backend,
-            special_tokens=_special_tokens(names) | _special_tokens(config),
-            chat_template=_chat_template(folder, config),
-        )
+        special_tokens = add_named_tokens(backend, folder)
+        return cls(backend, special_tokens=special_tokens, chat_template=_chat_template(folder))
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its exact text in the vocabulary; None where there is no such token."""
@@ -128,7 +136,7 @@ class Tokenizer:
         Raises:
             RingkvError: the text holds half a surrogate pair.
         """
-        ids = self._encode(self._backend, text) if control else self.encode_parts([text])
+        ids: list[int] = self._encoding(self._backend, text).ids if control else self.encode_parts([text])
         if bos and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         return ids
@@ -136,31 +144,39 @@ class Tokenizer:
     def encode_parts(self, parts: Iterable[str | int]) -> list[int]:
         """The ids of a text whose control tokens are known: plain texts, never parsed for any, and ids between them.
 
-        The same ids as ``encode`` gives for the joined text, where no plain text holds a control token.
+        The same ids as ``encode`` gives for the joined text, where no plain text holds a control token. So a token
+        that the tokenizer would not find where it stands (a normaliser puts a blank before it) is text there, too.
 
         Raises:
             RingkvError: a text holds half a surrogate pair, or its words alone give a control token.
         """
         plain, names, ours = self._plain
-        text = "".join(part if isinstance(part, str) else names[part] for part in parts)
-        control = set(self.control_tokens.values()) - ours.keys()
-        ids = []
-        for id in self._encode(plain, text):
-            if id in control:
-                raise RingkvError(
-                    f"text: the tokenizer makes the control token {self._added[id].content!r} of plain text"
-                )
-            ids.append(ours.get(id, id))
-        return ids
+        parts = list(parts)
+        pieces = [part if isinstance(part, str) else names[part] for part in parts]
+        encoding = self._encoding(plain, "".join(pieces))
+        found = [span for id, span in zip(encoding.ids, encoding.offsets, strict=True) if ours.get(id) in names]
+        if len(found) < sum(isinstance(part, int) for part in parts):
+            starts = accumulate(map(len, pieces), initial=0)
+            spans = zip(starts, map(len, pieces), strict=False)
+            return self.encode_parts(
+                part if isinstance(part, str) or _meets(found, *span) else self._added[part].content
+                for part, span in zip(parts, spans, strict=True)
+            )
+        for id in set(self.control_tokens.values()).intersection(encoding.ids) - ours.keys():
+            raise RingkvError(f"text: the tokenizer makes the control token {self._added[id].content!r} of plain text")
+        return [ours.get(id, id) for id in encoding.ids]
 
     def token_bytes(self, id: int) -> bytes:
         """What a token adds to the text; empty for an id that is none."""
-        if (added := self._added.get(id)) is not None:
-            return added.content.encode()
-        token: str | None = self._backend.id_to_token(id)
+        added = self._added.get(id)
+        token: str | None = self._backend.id_to_token(id) if added is None else added.content
         if token is None:
             return b""
-        if self._byte_level:
+        if self._kind == "words":
+            return f" {token}".encode()
+        if added is not None:
+            return token.encode()
+        if self._kind == "bytes":
             known = all(character in _BYTES for character in token)
             return bytes(_BYTES[character] for character in token) if known else token.encode()
         if self._byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
@@ -172,12 +188,11 @@ class Tokenizer:
         text = b"".join(self.token_bytes(id) for id in ids if id not in self.special_ids).decode(errors="replace")
         return text.removeprefix(" ") if self.drops_space else text
 
-    def _encode(self, backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    def _encoding(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         try:
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            return backend.encode(text, add_special_tokens=False)
         except TypeError as error:
             raise RingkvError("text: it holds half a surrogate pair, which is not valid Unicode") from error
-        return ids
 
     def _begins_with_bos(self) -> bool:
         return self.bos_id is not None and self._backend.encode("a").ids[:1] == [self.bos_id]
@@ -187,7 +202,8 @@ class Tokenizer:
         """A tokenizer that knows the control tokens by secret names only; these names by id; its added ids to ours.
 
         So a text can hold both: control tokens under their secret names, and texts that merely look like them. The
-        words between are cut where the first tokenizer cuts them, since the tokens are as greedy for blanks.
+        words between are cut where the first tokenizer cuts them, since the names are found as the tokens are, and
+        are as greedy for blanks.
         """
         plain = tokenizers.Tokenizer(self._backend.model)
         if self._backend.normalizer is not None:
@@ -204,9 +220,10 @@ class Tokenizer:
         added = [
             AddedToken(
                 text,
+                single_word=self._added[id].single_word,
                 lstrip=self._added[id].lstrip,
                 rstrip=self._added[id].rstrip,
-                normalized=id not in names and self._added[id].normalized,
+                normalized=self._added[id].normalized,
             )
             for id, text in texts.items()
         ]
@@ -225,46 +242,43 @@ def refusing(path: Path) -> Iterator[None]:
         raise
 
 
+def _meets(spans: Sequence[tuple[int, int]], start: int, length: int) -> bool:
+    """Whether any of the spans, which are in order and apart, has a character of another one."""
+    next = bisect_right(spans, start, key=lambda span: span[1])
+    return next < len(spans) and spans[next][0] < start + length
+
+
 def _is_control(token: AddedToken) -> bool:
     return bool(token.special or len(token.content.strip()) > 1)
 
 
-def _decoding(backend: tokenizers.Tokenizer) -> tuple[bool, bool, bool]:
-    """Whether tokens are byte-level; else whether some are single bytes, and whether a first space is dropped."""
-    decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
+def _decoding(backend: tokenizers.Tokenizer) -> tuple[str, bool, bool]:
+    """What tokens are (bytes; spaces: texts with SentencePiece's; words, which spaces join), whether some are single
+    bytes, and whether a first space is dropped."""
+    if backend.decoder is None:
+        return "words", False, True
+    decoder = json.loads(backend.decoder.__getstate__())
     steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
     if "ByteLevel" in steps:
-        return True, False, False
+        return "bytes", False, False
     spaces = "Metaspace" in steps or steps.get("Replace", {}).get("pattern") == {"String": _SPACE}
     if not spaces:
         raise RingkvError(
-            f"tokenizer.json: decoder = {' + '.join(steps)}: accepted is ByteLevel, Metaspace or a Replace of {_SPACE}"
+            f"tokenizer.json: decoder = {' + '.join(steps)}: accepted is ByteLevel, Metaspace, a Replace of {_SPACE}, "
+            "or none"
         )
     drops = steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
-    return False, "ByteFallback" in steps, drops or steps.get("Strip", {}).get("start", 0) > 0
+    return "spaces", "ByteFallback" in steps, drops or steps.get("Strip", {}).get("start", 0) > 0
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The keys that name a token; its text may be the content of an object."""
-    texts = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in config.items()
-        if key.endswith("_token")
-    }
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
-
-
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+def _chat_template(folder: Path) -> str | None:
     if (path := folder / "chat_template.jinja").is_file():
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RingkvError(f"{path}: cannot be read: {error}") from error
-    template = _optional_json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
+    config = optional_json(folder / "tokenizer_config.json") | optional_json(folder / "chat_template.json")
+    template = config.get("chat_template")
     if isinstance(template, list):
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")

@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from ringkv.models.keys import Keys
+from ringkv.models.special_tokens import TURN_ENDS
 from ringkv.models.tokenizer import Tokenizer, refusing
 
 # llama.cpp's token types.
@@ -42,6 +43,9 @@ PRE_TOKENIZERS = ("smollm", "qwen2", "llama-bpe", "deepseek-r1-qwen")
 def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
     """The byte-level BPE that the metadata of a GGUF file holds; None where it holds no tokenizer.
 
+    What the file names as the beginning or an end of a text, and what is known to end a turn, is a control token
+    whatever its type entry says (as in llama.cpp, where its text is known).
+
     Raises:
         RingkvError: another kind of tokenizer or pre-tokenizer, or a broken vocabulary.
     """
@@ -55,8 +59,13 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
     types = keys.integers("tokenizer.ggml.token_type", (_NORMAL,) * len(tokens))
     if len(types) != len(tokens):
         raise keys.refuse("tokenizer.ggml.token_type", f"one for each of {len(tokens)} tokens")
-    vocabulary = {token: id for id, token in enumerate(tokens) if types[id] != _UNUSED}
-    if len(vocabulary) + types.count(_UNUSED) != len(tokens):
+    ids = {name: _token_id(keys, key, len(tokens)) for name, key in _NAMES.items()}
+    eos_ids = gguf_eos_ids(metadata, len(tokens), path)
+    # Some converters write such a token as a word, or as unused.
+    control = {ids["bos_token"], *eos_ids, *(id for id, token in enumerate(tokens) if token in TURN_ENDS)}
+    kinds = [_CONTROL if id in control else kind for id, kind in enumerate(types)]
+    vocabulary = {token: id for id, token in enumerate(tokens) if kinds[id] != _UNUSED}
+    if len(vocabulary) + kinds.count(_UNUSED) != len(tokens):
         raise keys.refuse("tokenizer.ggml.tokens", "none of them twice")
     merges: Any = [tuple(merge.split(" ")) for merge in _texts(keys, "tokenizer.ggml.merges")]
     template = keys.raw("tokenizer.chat_template", None)
@@ -73,17 +82,16 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
         backend.add_tokens(
             [
                 AddedToken(token, normalized=False, special=kind == _CONTROL)
-                for token, kind in zip(tokens, types, strict=True)
+                for token, kind in zip(tokens, kinds, strict=True)
                 if kind in (_CONTROL, _USER_DEFINED)
             ]
         )
-    ids = {name: _token_id(keys, key, len(tokens)) for name, key in _NAMES.items()}
     return Tokenizer(
         backend,
         special_tokens={name: tokens[id] for name, id in ids.items() if id is not None},
         chat_template=template,
         add_bos=keys.flag("tokenizer.ggml.add_bos_token", pre == "llama-bpe"),
-        eos_ids=gguf_eos_ids(metadata, len(tokens), path),
+        eos_ids=eos_ids,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from ringkv.engine.text.encoding import IncrementalDecoder, encode_messages
+from ringkv.engine.text.templates import ChatTemplate
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoints.gguf import GGUFCheckpoint, smollm2_path
 from ringkv.models.checkpoints.gguf_tokenizer import PRE_TOKENIZERS, gguf_tokenizer
@@ -331,8 +334,16 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     assert gguf_tokenizer({}, Path("t.gguf")) is None
     assert gguf_tokenizer({"tokenizer.ggml.model": "no_vocab"}, Path("t.gguf")) is None
     assert Tokenizer.from_folder(tmp_path) is None
-    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
-    with pytest.raises(RingkvError, match=r"tokenizer\.model without tokenizer\.json"):
+    for name in ("tokenizer.model", "tekken.json", "vocab.json", "qwen.tiktoken", "tokenizer.model.v3"):
+        (tmp_path / name).write_bytes(b"of another kind")
+        with pytest.raises(RingkvError) as caught:
+            Tokenizer.from_folder(tmp_path)
+        assert f"{name} without tokenizer.json" in str(caught.value)
+        assert "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)" in str(caught.value)
+        (tmp_path / name).unlink()
+    for name in ("vocab.json", "tekken.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(RingkvError, match=r"tekken\.json, vocab\.json without tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -444,13 +455,40 @@ def test_half_a_surrogate_pair(smollm2: Tokenizer) -> None:
             smollm2.encode("a\ud83d", control=control)
 
 
-@pytest.mark.parametrize("decoder", [None, decoders.WordPiece(), decoders.BPEDecoder()])
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.BPEDecoder(), decoders.Sequence([])])
 def test_other_decoders(decoder: Any) -> None:
     backend = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
-    if decoder is not None:
-        backend.decoder = decoder
-    with pytest.raises(RingkvError, match=r"decoder = (none|WordPiece|BPEDecoder)"):
+    backend.decoder = decoder
+    with pytest.raises(RingkvError, match=r"decoder = (WordPiece|BPEDecoder|): accepted is .*, or none"):
         Tokenizer(backend)
+
+
+def words() -> tokenizers.Tokenizer:
+    """Whole words, and no decoder: tokenizers puts a space between any two tokens."""
+    vocabulary = {text: id for id, text in enumerate(["<unk>", "the", "cat", "sat", ".", "é", "Ġx", "", "▁y"])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<unk>", "<s>"])
+    backend.add_tokens(["<x>", "two words"])
+    return backend
+
+
+@given(ids=st.lists(st.integers(0, 14), max_size=8))
+def test_words_are_joined_with_spaces(ids: list[int]) -> None:
+    tokenizer, backend = Tokenizer(words()), words()
+    assert tokenizer.decode(ids) == backend.decode(ids, skip_special_tokens=True)
+    assert tokenizer.decode(ids) == streamed(tokenizer, ids)
+
+
+def test_words_are_encoded_as_tokenizers_does() -> None:
+    text = "the cat<s> sat <x>. the  dog two words."
+    assert Tokenizer(words()).encode(text) == words().encode(text, add_special_tokens=False).ids
+    assert Tokenizer(words()).decode([1, 2, 3, 4]) == "the cat sat ."
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> str:
+    decoder = IncrementalDecoder(tokenizer)
+    return "".join([*map(decoder.push, ids), decoder.flush()])
 
 
 def test_a_vocabulary_with_holes() -> None:
@@ -460,6 +498,7 @@ def test_a_vocabulary_with_holes() -> None:
     backend.add_special_tokens(["<x>"])
     tokenizer = Tokenizer(backend)
     assert (tokenizer.size, tokenizer.token_bytes(2), tokenizer.decode([0, 2, 3])) == (4, b"", "ab")
+    assert tokenizer.holes == {2}
     assert tokenizer.encode_parts(["ab", 1, "b"]) == [0, 3, 1, 3]
 
 
@@ -473,15 +512,63 @@ def test_tokens_that_take_blanks_with_them(blanks: str) -> None:
         assert wanted.count(tool) == 1
 
 
-def test_ids_are_kept_where_the_text_would_not_be_found() -> None:
-    """A normalizer that puts a space before the token's own text: the id still stands where it was put."""
-    backend = tokenizers.Tokenizer(models.BPE({"▁": 0, "a": 1}, []))
+def prepending(*tokens: AddedToken) -> tokenizers.Tokenizer:
+    """Single characters, behind a normaliser that puts a blank before every text between tokens (Llama 2)."""
+    words = {text: id for id, text in enumerate("▁abxyz<>/[]|\U000f0000")}
+    backend = tokenizers.Tokenizer(models.BPE(words, []))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
-    backend.add_tokens([AddedToken("<x>", normalized=True)])
-    tokenizer = Tokenizer(backend)
-    assert tokenizer.encode("a<x>a") == [0, 1, 1]  # not found after a letter
-    assert tokenizer.encode_parts(["a", 2, "a"]) == [0, 1, 2, 0, 1]
+    backend.add_tokens(list(tokens))
+    return backend
+
+
+NORMALIZED = [
+    AddedToken("<x>", normalized=True),
+    AddedToken("<y>", normalized=True, lstrip=True),
+    AddedToken("<z>", normalized=False, rstrip=True),
+    AddedToken("[xy]", normalized=True, single_word=True),
+    AddedToken("</x>", normalized=False),
+]
+
+
+@given(pieces=st.lists(st.sampled_from(["a", "b", " ", "  ", "x", *(token.content for token in NORMALIZED)])))
+def test_tokens_are_found_where_tokenizers_finds_them(pieces: list[str]) -> None:
+    """Behind a letter a token whose text begins with a blank once normalised is text, whoever wrote it."""
+    tokenizer, backend = Tokenizer(prepending(*NORMALIZED)), prepending(*NORMALIZED)
+    wanted = backend.encode("".join(pieces), add_special_tokens=False).ids
+    assert tokenizer.encode_parts([tokenizer.control_tokens.get(piece, piece) for piece in pieces]) == wanted
+
+
+CHAT = "{% for m in messages %}<z>{{ m.role }} <y>{{ m.content }}<x>b<x> [xy]{{ m.content }}[xy]</x>{% endfor %}"
+FORGED = re.compile("|".join(re.escape(token.content) for token in NORMALIZED))
+STANDS_FOR_NOTHING = "\U000f0000"
+
+
+@given(
+    pieces=st.lists(
+        st.sampled_from(["a", "b", " ", ">", "x>", "<", "/x>", "y]", "[", *(token.content for token in NORMALIZED)])
+    )
+)
+def test_a_message_does_not_change_the_ids_of_the_template(pieces: list[str]) -> None:
+    """They are those of tokenizers for the rendered text, in which what looks like a token stands for nothing."""
+    backend, message = prepending(*NORMALIZED), "".join(pieces)
+    tokenizer, template = Tokenizer(prepending(*NORMALIZED)), ChatTemplate(CHAT)
+    harmless = template.render([{"role": "user", "content": FORGED.sub(STANDS_FOR_NOTHING, message)}])
+    wanted: list[int] = []
+    forged = iter(FORGED.findall(message) * 2)
+    for id in backend.encode(harmless, add_special_tokens=False).ids:
+        letters = next(forged) if id == backend.token_to_id(STANDS_FOR_NOTHING) else None
+        wanted += [id] if letters is None else [backend.token_to_id(letter) for letter in letters]
+    assert encode_messages(tokenizer, template, [{"role": "user", "content": message}]) == wanted
+
+
+def test_a_token_behind_a_letter_is_text() -> None:
+    tokenizer = Tokenizer(prepending(AddedToken("<x>", normalized=True)))
+    token, letters = tokenizer.control_tokens["<x>"], tokenizer.encode("ya<x>")[-3:]
+    assert [tokenizer.token_bytes(id) for id in letters] == [b"<", b"x", b">"]
+    assert tokenizer.encode_parts(["a", token, "a ", token, token])[2:] == [
+        *letters, tokenizer.encode("a")[1], token, *letters
+    ]  # fmt: skip
 
 
 def test_an_absurd_id() -> None:
@@ -565,11 +652,16 @@ def test_places_of_the_chat_template(files: dict[str, Any], wanted: str | None, 
     assert from_folder(folder(**files)).chat_template == wanted
 
 
-def test_special_tokens_map_fills_in(folder: Folder) -> None:
+def test_special_tokens_map_wins(folder: Folder) -> None:
+    """Where the configuration lists no added tokens: transformers reads the older file last."""
+    from transformers import AutoTokenizer
+
     names = {"bos_token": "<|begin|>", "eos_token": {"content": "<|im_start|>"}, "additional_special_tokens": ["x"]}
     config = {"eos_token": "<|im_end|>", "pad_token": None, "add_bos_token": True}
-    tokenizer = from_folder(folder(tokenizer_config__json=config, special_tokens_map__json=names))
-    assert tokenizer.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|im_end|>"}
+    config |= {"tokenizer_class": "TokenizersBackend"}
+    path = folder(tokenizer_config__json=config, special_tokens_map__json=names)
+    assert from_folder(path).special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|im_start|>"}
+    assert from_folder(path).special_tokens == AutoTokenizer.from_pretrained(path).special_tokens_map
 
 
 @pytest.mark.parametrize(
