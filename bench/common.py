@@ -12,12 +12,12 @@ from ringkv.apps.measure.bench import machine
 
 
 def note(text: str) -> None:
-    """A line for whoever waits."""
+    """Print a line at once."""
     print(text, flush=True)
 
 
 def finish(result: dict[str, Any]) -> None:
-    """The last line of a script: one line of JSON, with what it ran on."""
+    """Print the last line of a script: its figures and the machine as JSON."""
     print(json.dumps(result | {"machine": machine()}), flush=True)
 
 
@@ -29,7 +29,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Say how long something took."""
+    """Print how many seconds the block took."""
     start = time.monotonic()
     yield
     note(f"{what}: {time.monotonic() - start:.0f} s")

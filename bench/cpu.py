@@ -1,11 +1,12 @@
-"""The engine on a CPU against its goals: flat, near the floor, ahead of the peers, prefill, lanes.
+"""Measure the engine on a CPU against its goals: constant time a token, near the floor, faster than others.
 
     python bench/cpu.py
 
-SmolLM2-135M-Instruct, one run, medians: one generation of 8,000 tokens under a ring of budget 512, its products timed
-alone on the way; then the same token ids through transformers in float32, and through llama.cpp where llama-cpp-python
-is installed; a prefill of 4,096 tokens; lanes. 12 minutes on two cores; ``--quick``: 2, with shorter texts. The last
-line is JSON with targets: {name: {value, goal, met}}; null where a peer is missing. A goal that is missed is printed.
+One run with SmolLM2-135M-Instruct measures a generation of 8,000 tokens under a budget of 512, with the matrix
+products alone on the way; the same token ids through transformers in float32, and through llama.cpp if
+llama-cpp-python is installed; a prefill of 4,096 tokens; and lanes. All figures are medians. It takes 12 minutes on
+two cores, and 2 minutes with ``--quick``, which uses shorter texts. The last line is JSON with ``targets``: {name:
+{value, goal, met}}. The value and met are null where llama.cpp is missing. A goal that is missed is printed as such.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Long:
 
     Attributes:
         ids: the prompt and what followed.
-        step_ms: of each step; the first comes after PROMPT tokens.
-        evicted: of each step, whether a layer evicted in it.
-        products_ms: of all products of a step, by the tokens seen when they were timed.
+        step_ms: milliseconds of each step; the first step comes after PROMPT tokens.
+        evicted: for each step, whether a layer evicted in it.
+        products_ms: milliseconds of all matrix products of a step, by the number of tokens seen when they were timed.
     """
 
     ids: list[int]
@@ -47,12 +48,12 @@ class Long:
     products_ms: dict[int, float]
 
     def around(self, seen: int) -> float:
-        """Median ms of the steps that come after ``seen`` tokens, or before where the run ends."""
+        """Median ms of the AROUND steps after ``seen`` tokens, or of the last ones if the run ends before."""
         end = min(seen - PROMPT + AROUND, len(self.step_ms))
         return statistics.median(self.step_ms[max(0, end - AROUND) : end])
 
     def eviction_share(self) -> float:
-        """What the steps with an eviction took longer than the median of the others, over the time of the others."""
+        """The extra time of the steps that evict, as a share of the time that all steps would take without it."""
         plain = [ms for ms, evicted in zip(self.step_ms, self.evicted, strict=True) if not evicted]
         usual = statistics.median(plain)
         more = [ms - usual for ms, evicted in zip(self.step_ms, self.evicted, strict=True) if evicted]
@@ -61,7 +62,7 @@ class Long:
 
 @torch.inference_mode()
 def products_ms(model: Decoder, rows: int) -> float:
-    """Milliseconds of the matrix products of a step, alone: the median of some passes."""
+    """Milliseconds of the matrix products of a step alone, the median of PASSES passes."""
     clock, config = Clock(model.device), model.config
     x = torch.randn(rows, config.hidden_size, dtype=model.dtype)
     heads = torch.randn(rows, config.heads * config.head_dim, dtype=model.dtype)
@@ -77,7 +78,7 @@ def products_ms(model: Decoder, rows: int) -> float:
 
 
 def generate(engine: Engine, tokens: int, marks: Sequence[int]) -> Long:
-    """Greedily, one lane; the products are timed when as many tokens as in ``marks`` were seen."""
+    """Generate greedily on one lane; at each number of seen tokens in ``marks``, time the products."""
     ring = engine.ring
     ids = torch.randint(
         0, engine.model.config.vocab_size, (PROMPT,), generator=torch.Generator().manual_seed(0)
@@ -102,8 +103,12 @@ def generate(engine: Engine, tokens: int, marks: Sequence[int]) -> Long:
 
 
 def prefill(engine: Engine, ids: list[int]) -> tuple[float, int, int]:
-    """Milliseconds of reading a prompt, the median of three; then of the same, counted once more, the most bytes of
-    live tensors beside what was held, and by how much the process grew."""
+    """Read a prompt, and then once more while its tensors are counted.
+
+    Returns:
+        The median milliseconds of three readings, the most bytes of live tensors beside what was held before, and the
+        bytes by which the process grew.
+    """
     clock = Clock(engine.model.device)
 
     def read() -> None:
@@ -124,7 +129,7 @@ def prefill(engine: Engine, ids: list[int]) -> tuple[float, int, int]:
 
 
 def main() -> None:
-    """Measure, print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
@@ -136,12 +141,12 @@ def main() -> None:
         met = None if value is None else bool(value <= goal if most else value >= goal)
         targets[name] = {"value": value, "goal": goal, "met": met}
 
-    # Every prompt token is kept, so that all layers evict in the same step.
+    # With retention "all", all layers evict in the same step.
     engine = Engine.from_pretrained("smollm2", ring=RingConfig(budget=BUDGET, retention="all"))
     dtype = str(engine.model.weight_dtype).removeprefix("torch.")
     bandwidth = copy_bandwidth(engine.model.device)
     with timed(f"{long} tokens, {dtype}"):
-        generate(engine, PROMPT + 40, [])  # warms up
+        generate(engine, PROMPT + 40, [])  # to warm up
         run = generate(engine, long + AROUND, lengths)
     target("late_over_early", run.around(long) / run.around(700), 1.10, most=True)
     target("eviction_share", run.eviction_share(), 0.06, most=True)
@@ -167,7 +172,7 @@ def main() -> None:
             )
 
     def ahead(peer: str, seen: int) -> float | None:
-        """Of a step; None where the peer is missing."""
+        """The step time of a peer over ours; None if the peer is missing."""
         return peers[peer][seen][1] / run.around(seen) if peer in peers else None
 
     target("transformers_over_us_long", ahead("transformers float32", long), 6, most=False)

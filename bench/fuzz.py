@@ -1,10 +1,11 @@
-"""Fuzz the loading of checkpoints: each damaged one loads with transformers' logits, or is refused in one line.
+"""Fuzz the loading of checkpoints: a damaged one must load with the logits of transformers, or be refused in one line.
 
     python bench/fuzz.py --cases 10000
 
-Small checkpoints saved by transformers are mutated one file at a time: configuration, index, safetensors header or
-tokenizer. A case fails on any exception but RingkvError, on a message that does not name the cause, after 5 seconds,
-on a file opened outside the checkpoint's folder, and on logits or token ids that differ. The last line is JSON.
+Small checkpoints that transformers saved are mutated one file at a time: the configuration, the index, a safetensors
+header or the tokenizer. A case fails if it raises anything but RingkvError, if the message does not name the cause,
+if it takes more than 5 seconds, if a file outside the folder of the checkpoint is opened, or if logits or token ids
+differ. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first case, to repeat one")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case, to repeat one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report = run(Path(folder), options.cases, options.seed, options.first)
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def run(folder: Path, cases: int, seed: int = 0, first: int = 0) -> dict[str, Any]:
-    """Fuzz in an empty folder; the report counts outcomes and lists the failures with the number of their case."""
+    """Fuzz in an empty folder. The report counts the outcomes and lists each failure with the number of its case."""
     with quiet():
         bases = make_bases(folder / "bases")
         for base in bases:
@@ -92,7 +93,7 @@ def run(folder: Path, cases: int, seed: int = 0, first: int = 0) -> dict[str, An
 
 
 class Case:
-    """One mutated folder; ``check`` returns what became of it, and leaves ``failure`` and ``seconds``."""
+    """One mutated folder. ``check`` returns the outcome and sets ``failure`` and ``seconds``."""
 
     def __init__(self, base: Path, folder: Path, told: str) -> None:
         self.base, self.folder, self.told = base, folder, told
@@ -129,7 +130,7 @@ class Case:
         return logits, tokens
 
     def _check_message(self, message: str) -> None:
-        """One line that names a file, a key or a tensor."""
+        """Fail unless the message is one line that names a file, a key or a tensor."""
         files = [folder / name for folder in (self.base, self.folder) for name in CONFIGURATIONS]
         text = "".join(path.read_text(errors="replace") for path in files if path.exists())
         keys = {ascii(key[:20])[1:-1] for key in re.findall(r'"([^"]+)":', text)} | REQUIRED
@@ -166,7 +167,7 @@ def plain_logits(decoder: Decoder, ids: Tensor) -> Tensor:
 
 
 def reference_logits(folder: Path) -> Tensor:
-    """transformers' logits; if it refuses the files, then without what we hold for harmless in them."""
+    """The logits of transformers; if it refuses the files, of the files without the keys that we call harmless."""
     from transformers import AutoModelForCausalLM
 
     @torch.no_grad()
@@ -224,7 +225,7 @@ sys.addaudithook(_audit)
 
 @contextlib.contextmanager
 def opens_nothing_outside(folder: Path) -> Iterator[None]:
-    """Python's own opens; what safetensors opens itself is guarded by the bait beside the folder."""
+    """Raise if Python opened a file outside the folder meanwhile. Files that safetensors opens itself are not seen."""
     _strays.clear()
     _watched[:] = [folder.absolute()]
     try:

@@ -1,10 +1,42 @@
-"""Everything that only a GPU can tell, in less than eight minutes: kernels, graph, speed against the floor, memory.
+"""Measure what only a GPU can tell, in less than eight minutes: kernels, the captured step, speed, memory.
 
-    python bench/gpu.py            # one GPU
-    python bench/gpu.py --dry      # a CPU: the same code at tiny shapes on the torch path, an eager stub for the graph
+    python bench/gpu.py            # on one GPU
+    python bench/gpu.py --dry      # on a CPU: the same code at tiny shapes, on the torch path, without a real graph
 
-Each section has a budget of seconds and a process of its own, so that one that fails or hangs loses no other. After
-each its figures are printed as one line of JSON; the last line holds all. How to read them is in CONTRIBUTING.md.
+It needs torch, triton and the package, either installed or linked as ``ringkv`` into a folder on PYTHONPATH. Each
+section runs in a process of its own with a limit of seconds, so that a section that fails or hangs does not lose the
+others. After each section, its figures are printed as one line of JSON. Tables follow, and the last line holds
+everything.
+
+How to read the output:
+
+goals
+    What should hold, the value that was measured, and ``met``: true, false, or null where nothing was measured.
+kernels
+    How far a kernel is from its torch twin: in ulp of the largest number of a row, or as the share of entries that
+    differ. The share must be 0.
+graph
+    Whether the captured step gives the tokens of the eager one. ``equal`` must be true.
+decode
+    ``ms`` is the median time between steps, which an eviction does not move. ``bytes`` is what a step must read, the
+    weights and the slots; ``floor_ms`` is the time that takes at the measured bandwidth of a copy, and ``ratio`` is ms
+    over floor_ms. The goal is a ratio of at most 1.25 for the shape of Qwen3-14B on 16 lanes, after many evictions.
+long
+    ``mean_ms`` is the mean time of a step in each tenth of 10,000 steps, evictions included. The tenths must be level.
+eviction
+    ``ms`` is one eviction of all layers and lanes at once, the worst case, and ``share`` is what such evictions add to
+    the mean step. The goal is a share below 3% at a budget of 4,096 for all policies but rkv, which has its own table.
+memory
+    ``ratio`` is the peak of reading 4,096 tokens and decoding with evictions, the pool of the graph included, over the
+    plan. The goal is a distance from 1 of at most 1%. ``workspaces`` is what the process held before, mostly for
+    cuBLAS, which no plan counts.
+prefill
+    Time and extra memory of reading a long prompt. The memory must not grow with the square of its length.
+transformers
+    The same shapes in a plain loop over the static cache of transformers.
+
+``left_out`` names what the seconds of a section did not suffice for. ``error`` says what stopped a section; the figures
+that it had by then are beside it.
 """
 
 from __future__ import annotations
@@ -25,19 +57,19 @@ from ringkv.bench.common import finish, note, table
 from ringkv.bench.gpu_parts import DRY, WET
 from ringkv.bench.gpu_sections import SECTIONS
 
-START = 15.0  # of a section's seconds: those in which its process starts and ends
+START = 15.0  # seconds of a section that are left for its process to start and end
 
 
 def main() -> None:
     """Measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry", action="store_true", help="tiny shapes on a CPU")
-    parser.add_argument("--only", nargs="*", default=list(SECTIONS), choices=list(SECTIONS), help="these sections")
-    parser.add_argument("--section", choices=list(SECTIONS), help="this one, here, its figures as they come")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="what --section may take")
+    parser.add_argument("--dry", action="store_true", help="use tiny shapes on a CPU")
+    parser.add_argument("--only", nargs="*", default=list(SECTIONS), choices=list(SECTIONS), help="run only these")
+    parser.add_argument("--section", choices=list(SECTIONS), help="run this section in this process")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="the time that --section may take")
     options = parser.parse_args()
     if not options.dry and not torch.cuda.is_available():
-        parser.error("no GPU is found; --dry runs on a CPU")
+        parser.error("there is no GPU; --dry runs on a CPU")
     if options.section:
         sys.exit(0 if "error" not in here(options.section, options.dry, options.seconds, print_all=True) else 1)
     result: dict[str, Any] = {"bench": "gpu", "dry": options.dry}
@@ -62,13 +94,13 @@ def main() -> None:
 
 
 def here(name: str, dry: bool, seconds: float, print_all: bool = False) -> dict[str, Any]:
-    """The figures of a section, as far as it came; ``error`` says what stopped it."""
+    """Run a section in this process: its figures, and under ``error`` what stopped it, if anything did."""
     figures: dict[str, Any] = {}
     try:
         for figures in SECTIONS[name][0](DRY if dry else WET, time.monotonic() + seconds):
             if print_all:
                 note(json.dumps({name: figures}))
-    except Exception as error:  # whatever fails in a section, the others go on
+    except Exception as error:  # one that fails must not end the others
         traceback.print_exc()
         figures = figures | {"error": f"{type(error).__name__}: {error}"}
         if print_all:
@@ -77,7 +109,7 @@ def here(name: str, dry: bool, seconds: float, print_all: bool = False) -> dict[
 
 
 def apart(name: str, command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """The last figures that a process prints for a section; ``error`` says how it ended, if not well."""
+    """Run a command: the last figures that it prints for a section, and under ``error`` how it failed, if it did."""
     problem = None
     with tempfile.TemporaryFile("w+") as out:
         try:
@@ -92,7 +124,7 @@ def apart(name: str, command: Sequence[str], seconds: float) -> dict[str, Any]:
 
 
 def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """What should hold, what was measured, and whether it is met: None where nothing was measured, or all was dry."""
+    """What should hold, what was measured, and whether it is met: None if it was not measured, or in a dry run."""
 
     def rows(section: str, key: str = "rows") -> list[dict[str, Any]]:
         return result.get(section, {}).get(key, [])
@@ -102,10 +134,10 @@ def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
     plans = [abs(row["ratio"] - 1) for row in rows("memory")]
     means = result.get("long", {}).get("mean_ms", [])
     found = [
-        ("decode at 16 lanes of the 14B shape, x floor", max(slow, default=None), 1.25),
-        ("eviction's share but for rkv", max(shares, default=None), 0.03),
-        ("memory's distance from the plan", max(plans, default=None), 0.01),
-        ("the last tenth of 10,000 steps, x the first", means[-1] / means[0] if len(means) == 10 else None, 1.05),
+        ("a step of the 14B shape on 16 lanes, over its floor", max(slow, default=None), 1.25),
+        ("share of evictions, for all policies but rkv", max(shares, default=None), 0.03),
+        ("distance of the memory from the plan", max(plans, default=None), 0.01),
+        ("the last tenth of 10,000 steps, over the first", means[-1] / means[0] if len(means) == 10 else None, 1.05),
     ]
     dry = result["dry"]
     return [
@@ -115,7 +147,7 @@ def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """The figures that have a goal, for a reader."""
+    """Markdown tables of the figures that have a goal."""
     parts = []
     if steps := result.get("decode", {}).get("steps"):
         head = ["model", "lanes", "budget", "fresh ms", "x floor", "evicted ms", "floor ms", "x floor"]

@@ -1,4 +1,4 @@
-"""What ``gpu.py`` measures with: models of random weights, rings of any age, inputs for every operation."""
+"""The parts of ``gpu.py``: models with random weights, rings of any age, and inputs for every operation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TINY = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What to measure: on a GPU, or dry."""
+    """What is measured: the models and sizes of a run on a GPU, or of a dry run."""
 
     dry: bool
     device: torch.device
@@ -67,11 +67,11 @@ class Setting:
     aged: int  # evictions before a ring counts as evicted
     long: int  # steps of the long run
     prompt: int
-    plan_prompt: int  # whose prefill the plan counts
+    plan_prompt: int  # tokens of the prompt whose prefill the plan counts
     window: int
 
     def ring(self, budget: int, policy: str = "vase-attnv") -> RingConfig:
-        """A ring of this setting."""
+        """The configuration of a ring with this window."""
         return RingConfig(budget, self.window, policy)
 
 
@@ -86,7 +86,7 @@ DRY = Setting(
 
 
 def build(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """A decoder of random weights, of a size that keeps activations near 1."""
+    """A decoder with random weights, scaled so that activations stay near 1."""
     decoder = Decoder(config, device, dtype)
     torch.manual_seed(0)
     for name, view in decoder.destinations().items():
@@ -98,8 +98,8 @@ def build(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Deco
 
 
 def make(decoder: Decoder, config: RingConfig, lanes: int, setting: Setting, captured: bool = True) -> Runner:
-    """A runner with a ring of its own: captured, with an eager stub for the graph where there is no GPU, or eager."""
-    gc.collect()  # whatever was measured before is gone for good
+    """A runner with a ring of its own, captured or eager; without a GPU, an eager step takes the place of the graph."""
+    gc.collect()  # frees what was measured before
     with use(setting.backend):
         ring = Ring(decoder.config, config, lanes, decoder.device, decoder.dtype)
         sampler = Sampler(lanes, decoder.config.vocab_size, decoder.device, static=True)
@@ -110,9 +110,15 @@ def make(decoder: Decoder, config: RingConfig, lanes: int, setting: Setting, cap
 
 
 def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None) -> Runner:
-    """Make every lane run: with one token, or as after so many more evictions. Keys and values are random.
+    """Start every lane with one token, or bring all lanes to where so many more evictions have happened.
 
-    ``clock``: marks before and after each eviction of all layers and lanes.
+    The keys and values of an aged ring are random.
+
+    Args:
+        runner: the runner whose ring ages; it is returned.
+        evictions: how many more evictions; 0 starts the lanes afresh.
+        backend: the path that computes.
+        clock: is marked before and after each eviction of all layers and lanes.
     """
     ring, window = runner.ring, runner.ring.config.window
     with use(backend), torch.inference_mode():
@@ -126,7 +132,7 @@ def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None
         if not ring.evicted.any():
             for tensor in (ring.k, ring.v, ring.queries):
                 tensor.normal_()
-            for own, v in zip(ring.v_range, ring.v, strict=True):  # in float32 a whole ring would not fit
+            for own, v in zip(ring.v_range, ring.v, strict=True):  # the whole ring in float32 would not fit
                 own.copy_(value_range(v))
         for _ in range(evictions):
             count = int(ring.counts.max())
@@ -135,7 +141,7 @@ def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None
             ring.position.scatter_(3, ring.order[..., count:].long(), marks)
             ring.count.fill_(ring.config.capacity)
             ring.seen += len(new)
-            ring.counts[:] = ring.config.capacity - 1  # settling counts the last one
+            ring.counts[:] = ring.config.capacity - 1  # settle() counts the last one
             ring.unobserved[:] = min(window, count) - 1
             if clock is not None:
                 clock.mark()
@@ -147,7 +153,7 @@ def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None
 
 
 def kernel_cases(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> Iterator[tuple[str, Case]]:
-    """Every operation with inputs of the model's shape, each writing into copies where it writes at all."""
+    """Every operation on inputs of the model's shape; operations that write in place get copies."""
     device, lanes = setting.device, max(setting.lanes)
     one = build(replace(config, layers=1), device, dtype)
     runner = make(one, setting.ring(setting.budgets[0]), lanes, setting, captured=False)
@@ -215,7 +221,7 @@ def kernel_cases(config: ModelConfig, setting: Setting, dtype: torch.dtype) -> I
 
 
 def transformers_step_ms(config: ModelConfig, lanes: int, length: int, setting: Setting) -> dict[str, Any]:
-    """Milliseconds a step of a greedy loop over a static cache of ``length`` tokens; says so where it cannot run."""
+    """Milliseconds a step of a greedy loop over a static cache of ``length`` tokens; ``why`` says why there is none."""
     try:
         from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
     except ImportError:

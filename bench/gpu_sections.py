@@ -1,4 +1,4 @@
-"""The sections of ``gpu.py``. Each yields its figures whenever some are new; the last ones are all."""
+"""The sections of ``gpu.py``. Each yields all its figures so far whenever there are new ones."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ringkv.kernels.backend import use
 POLICIES = ("vase-attnv", "vase-dkv", "snapkv", "rkv")
 
 Figures = dict[str, Any]
-Section = Callable[[Setting, float], Iterator[Figures]]  # gets the time at which it should be done
+Section = Callable[[Setting, float], Iterator[Figures]]  # the float is the time at which it should end
 
 
 def kernels(setting: Setting, until: float) -> Iterator[Figures]:
-    """(a) Every operation through its kernel and through its twin, on the same input."""
+    """Every operation through its kernel and through its twin, on the same input."""
     config = list(setting.models.values())[-1]
     rows: Figures = {}
     for dtype in setting.dtypes:
@@ -42,7 +42,7 @@ def kernels(setting: Setting, until: float) -> Iterator[Figures]:
 
 
 def difference(kernel: Tensor, twin: Tensor) -> Figures:
-    """How far apart two results are: in ulp of the row's largest number, or as the share of entries that differ."""
+    """How far apart results are, in ulp of the row's largest number; for integers, the share of entries that differ."""
     if not kernel.is_floating_point():
         return {"differing": float((kernel != twin).double().mean())}
     wide, other = kernel.double(), twin.double()
@@ -53,7 +53,7 @@ def difference(kernel: Tensor, twin: Tensor) -> Figures:
 
 
 def graph(setting: Setting, until: float) -> Iterator[Figures]:
-    """(b) The captured step and the eager one: the same tokens, with evictions on the way."""
+    """Whether the captured step and the eager one give the same tokens, over some evictions."""
     config, budget = next(iter(setting.models.values())), min(setting.budgets)
     decoder = build(config, setting.device, torch.bfloat16)
     steps = 2 * setting.window + 10
@@ -66,7 +66,7 @@ def graph(setting: Setting, until: float) -> Iterator[Figures]:
 
 
 def generate(runner: Runner, prompt: int, steps: int, setting: Setting) -> list[list[int]]:
-    """The tokens of some steps, all lanes."""
+    """The tokens of some steps of all lanes."""
     with use(setting.backend):
         for lane in range(runner.ring.lanes):
             runner.ring.reset(lane, seed=lane)
@@ -77,9 +77,9 @@ def generate(runner: Runner, prompt: int, steps: int, setting: Setting) -> list[
 
 
 def decode(setting: Setting, until: float) -> Iterator[Figures]:
-    """(c) Milliseconds a step against the floor, on a fresh ring and on one that was evicted many times.
+    """Milliseconds a step against the floor, on a fresh ring and on one that has evicted many times.
 
-    The largest model with the most lanes comes first: it has the goal.
+    The largest model with the most lanes comes first, because it has the goal.
     """
     figures: Figures = {"bandwidth": copy_bandwidth(setting.device, 1 << (20 if setting.dry else 32))}
     figures |= {"steps": [], "left_out": []}
@@ -106,7 +106,7 @@ def decode(setting: Setting, until: float) -> Iterator[Figures]:
 
 
 def step_times(runner: Runner, setting: Setting, steps: int | None = None) -> dict[str, float]:
-    """Milliseconds between steps, warm: the median, which an eviction in between does not move, and the mean."""
+    """Milliseconds between warm steps: the median, which an occasional eviction does not move, and the mean."""
     clock = Clock(setting.device)
     with use(setting.backend):
         run_steps(runner, setting.warm)
@@ -116,7 +116,7 @@ def step_times(runner: Runner, setting: Setting, steps: int | None = None) -> di
 
 
 def long(setting: Setting, until: float) -> Iterator[Figures]:
-    """(c) One real run: is a step at its end as fast as after the first eviction?"""
+    """One long run: whether a step at its end is as fast as after the first eviction."""
     config = next(iter(setting.models.values()))
     runner = make(build(config, setting.device, torch.bfloat16), setting.ring(setting.budgets[0]), 1, setting)
     age(runner, 1, setting.backend)
@@ -129,7 +129,7 @@ def long(setting: Setting, until: float) -> Iterator[Figures]:
 
 
 def eviction(setting: Setting, until: float) -> Iterator[Figures]:
-    """(d) What evicting every layer of every lane at once takes, and the share of evictions in a run that has them."""
+    """The time to evict every layer of every lane at once, and the share of evictions in a run that has them."""
     figures: Figures = {"rows": [], "left_out": []}
     for name, config in list(setting.models.items())[::-2]:
         decoder = build(config, setting.device, torch.bfloat16)
@@ -153,7 +153,7 @@ def eviction(setting: Setting, until: float) -> Iterator[Figures]:
 
 
 def peers(setting: Setting, until: float) -> Iterator[Figures]:
-    """(e) The same shapes in a plain transformers loop over its static cache."""
+    """The same shapes in a plain loop over the static cache of transformers."""
     rows: list[Figures] = []
     for name, config in setting.models.items():
         for lanes in setting.lanes:
@@ -164,9 +164,10 @@ def peers(setting: Setting, until: float) -> Iterator[Figures]:
 
 
 def memory(setting: Setting, until: float) -> Iterator[Figures]:
-    """(f) Peak memory of reading a prompt and decoding with evictions, against the plan.
+    """Peak memory of reading a prompt and decoding with evictions, against the plan.
 
-    cuBLAS' workspaces are the process's, one a stream, and no part of a plan: they are there before it begins.
+    The workspaces of cuBLAS belong to the process, one for each stream, and no plan counts them. A small model runs
+    first, so that they exist before anything is measured.
     """
     rows: list[Figures] = []
     small = next(iter(setting.models.values()))
@@ -200,7 +201,7 @@ def memory(setting: Setting, until: float) -> Iterator[Figures]:
 
 
 def read_and_step(runner: Runner, prompt: int, setting: Setting) -> None:
-    """Read a prompt into the first lane, and step all lanes over their next eviction."""
+    """Read a prompt into the first lane, and step all lanes past their next eviction."""
     ids = [i % runner.model.config.vocab_size for i in range(prompt)]
     with use(setting.backend):
         runner.ring.reset(0, seed=0)
@@ -209,7 +210,7 @@ def read_and_step(runner: Runner, prompt: int, setting: Setting) -> None:
 
 
 def prefill(setting: Setting, until: float) -> Iterator[Figures]:
-    """(g) Reading a long prompt: it must not take n x n memory in either type."""
+    """Time and memory of reading a long prompt of n tokens, which must not take n x n memory in either type."""
     config = next(iter(setting.models.values()))
     rows: list[Figures] = []
     for dtype in setting.dtypes:
@@ -219,7 +220,7 @@ def prefill(setting: Setting, until: float) -> Iterator[Figures]:
         runner = make(decoder, setting.ring(setting.budgets[0]), 1, setting, captured=False)
         ids = [i % config.vocab_size for i in range(setting.prompt)]
         with use(setting.backend):
-            # Compiles what ranks a prompt that is longer than the ring.
+            # The shorter prompt compiles what ranks a prompt that does not fit the ring.
             for part in (ids[: runner.ring.config.capacity + 1], ids):
                 runner.ring.reset(0, seed=0)
                 before, clock = allocated(setting), Clock(setting.device)
@@ -236,17 +237,17 @@ def prefill(setting: Setting, until: float) -> Iterator[Figures]:
 
 
 def allocated(setting: Setting) -> int:
-    """Bytes of live tensors on the GPU."""
+    """Bytes of the live tensors on the GPU."""
     return 0 if setting.dry else torch.cuda.memory_allocated()
 
 
 def pools() -> int:
-    """Bytes that the pools of graphs hold beside the tensors that live in them."""
+    """Bytes that the pools of captured graphs hold beyond the tensors that live in them."""
     segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0)]
     return sum(each["total_size"] - each["allocated_size"] for each in segments)
 
 
-# Seconds that each may take, the start of a process included; together less than eight minutes.
+# The seconds that each section may take, the start of its process included; together less than eight minutes.
 SECTIONS: dict[str, tuple[Section, int]] = {
     "kernels": (kernels, 80),
     "graph": (graph, 35),

@@ -1,9 +1,9 @@
-"""What lanes are worth: the same prompts one after another and several at once, on SmolLM2, with evictions.
+"""Measure what lanes gain: the same prompts one after another and several at once, with evictions.
 
     python bench/lanes.py
 
-Both engines share one decoder and run in turn, prompt for prompt the same; the last line is JSON. ``--quick`` is
-less of it.
+Two engines share one SmolLM2 decoder and take the same prompts, one engine after the other. ``--quick`` generates
+half as many tokens. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUESTION = "Explain in detail how {} came to matter to people."
 
 
 def run(engine: Engine, prompts: list[str], params: SamplingParams) -> tuple[float, int, int]:
-    """Tokens a second, tokens, evictions."""
+    """Generate from all prompts: tokens a second, tokens, evictions."""
     results: list[Completion] = []
     took = seconds(lambda: results.extend(engine.generate(prompts, params)))
     tokens = sum(done.completion_tokens for done in results)
@@ -28,7 +28,7 @@ def run(engine: Engine, prompts: list[str], params: SamplingParams) -> tuple[flo
 
 
 def measure(lanes: int, dtype: str = "auto", quick: bool = False) -> dict[str, Any]:
-    """Both, on one decoder; the figures."""
+    """Measure both engines on one decoder and return the figures."""
     prompts, new = [QUESTION.format(subject) for subject in SUBJECTS], 128 if quick else 256
     ring = RingConfig(budget=96, window=32)
     params = SamplingParams(max_tokens=new, ignore_eos=True, on_repetition="ignore", seed=0)
@@ -46,7 +46,7 @@ def measure(lanes: int, dtype: str = "auto", quick: bool = False) -> dict[str, A
 
 
 def main() -> None:
-    """Measure, print."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--lanes", type=int, default=8)

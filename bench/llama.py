@@ -1,4 +1,4 @@
-"""llama.cpp beside us, where llama-cpp-python is installed: the same weights, the same token ids."""
+"""Time llama.cpp on the same weights and token ids, if llama-cpp-python is installed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STEPS = 24
 
 
 def installed() -> bool:
-    """Whether there is anything to compare with."""
+    """Whether llama-cpp-python is installed."""
     return find_spec("llama_cpp") is not None
 
 
 def times(kind: str, ids: Sequence[int], lengths: Iterable[int], threads: int) -> dict[int, tuple[float, float]]:
-    """By length: ms of reading so many of ``ids`` at once, and the median ms of the steps that follow."""
+    """For each length: ms of reading so many of ``ids`` at once, and the median ms of the STEPS steps that follow."""
     from llama_cpp import Llama
 
     found = {}
@@ -48,7 +48,7 @@ def times(kind: str, ids: Sequence[int], lengths: Iterable[int], threads: int) -
 
 
 def convert(kind: str, target: Path) -> None:
-    """Write SmolLM2's GGUF anew, its matrices in another type."""
+    """Write SmolLM2's GGUF to ``target`` with its matrices in another type; vectors become float32."""
     import gguf
 
     checkpoint: Any = open_checkpoint("smollm2")

@@ -1,6 +1,7 @@
-"""Small checkpoints, and the ways in which a hand, a tool or a disk might change one.
+"""Small checkpoints, and the mutations that ``fuzz.py`` applies to them.
 
-Each mutation changes one file of a folder in place and says what it did; about half of them leave a good checkpoint.
+A mutation changes one file of a folder in place, as a person, a tool or a disk might, and returns what it did. About
+half of the mutations leave a good checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 INDEX = "model.safetensors.index.json"
 
-# A number, a text, a list of each kind that a wrong hand or a wrong tool might write.
+# Values of every kind that a person or a tool might write by mistake.
 VALUES: list[Any] = [None, True, False, 0, 1, -1, 2, 3, 7, 48, 64, 2**31, 2**63, 10**30, 0.0, 0.5, 1.0, 1e-6, 1e300]
 VALUES += [-1.5, float("nan"), float("inf"), "", "x", "silu", "yarn", "\ud800", [], [1], ["a"], [[]], {}, {"a": 1}]
 PATHS = ["../outside.safetensors", "/outside.safetensors", "a/../outside.safetensors", "..", "", "model.safetensors\0"]
@@ -61,7 +62,7 @@ PLAUSIBLE: dict[str, list[Any]] = {
 
 
 def make_bases(folder: Path) -> list[Path]:
-    """A folder for each family, two of them sharded, all parameters random, with a byte-level tokenizer."""
+    """A folder for each family with random parameters and a byte-level tokenizer; the first four are sharded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes: dict[str, Any] = {
@@ -127,7 +128,7 @@ def mutate_index(rng: random.Random, folder: Path) -> str:
     name, shard = rng.choice(list(weight_map)), rng.choice(list(weight_map.values()))
     what = rng.choice(["escape", "drop", "move", "name", "bytes", "no shard", "shuffle", "metadata", "json"])
     if what == "escape":
-        # What it would read is a good shard: only the name is bad.
+        # The file that the name leads to is a good shard: only the name is wrong.
         shutil.copy(folder / weight_map[name], folder.parent / "outside.safetensors")
         weight_map[name] = rng.choice(PATHS)
     elif what == "drop":
@@ -195,7 +196,7 @@ def mutate_header(rng: random.Random, folder: Path) -> str:
     elif what == "shuffle":
         header = dict(rng.sample(list(header.items()), len(header)))
     elif what == "weights":
-        # The low bytes of float32 numbers: other weights, no new infinities.
+        # The low bytes of float32 numbers change the weights and make no infinities.
         for _ in range(50):
             body[rng.randrange(len(body) // 4) * 4 + rng.randrange(2)] = rng.randrange(256)
     text = json.dumps(header).encode() + b" " * rng.choice([0, 1, 8, 100])
@@ -230,7 +231,7 @@ MUTATIONS: dict[str, Callable[[random.Random, Path], str]] = {
 
 
 def change_json(rng: random.Random, value: Any) -> str:
-    """Change one place at any depth: another value, nothing, another name, a neighbouring number."""
+    """Change one place at any depth: replace, delete, rename, swap, or change a number a little."""
     path = ""
     while True:
         keys = list(value) if isinstance(value, dict) else list(range(len(value)))
@@ -255,7 +256,7 @@ def change_json(rng: random.Random, value: Any) -> str:
 
 
 def change_known_key(rng: random.Random, config: dict[str, Any]) -> str:
-    """A value that a config.json may well have; most of them load."""
+    """Set a known key to a plausible value; most of these load."""
     key = rng.choice(list(PLAUSIBLE))
     config[key] = rng.choice(PLAUSIBLE[key])
     return f"{key} = {config[key]}"
@@ -280,7 +281,7 @@ def change_rope(rng: random.Random, config: dict[str, Any]) -> str:
 
 
 def change_layout(rng: random.Random, config: dict[str, Any]) -> str:
-    """transformers 4 instead of 5."""
+    """Rewrite the configuration in the layout of transformers 4."""
     rope = config.pop("rope_parameters")
     config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None, "torch_dtype": config.pop("dtype")}
     return f"layout 4, {change_known_key(rng, config)}"

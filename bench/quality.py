@@ -1,10 +1,10 @@
-"""What each eviction policy costs in quality, on a real model.
+"""Measure what each eviction policy costs in quality, on a real model.
 
     python bench/quality.py --plot bench/quality.png
 
-Three parts: the negative log-likelihood of a text under every policy and budget; whether generation falls into loops
-when large or small value ranges leave first; and what ReFreeKV keeps of prompts of different kinds. ``--part`` runs one
-of them, ``--quick`` a small version of the first. The last line is JSON.
+There are three parts: the negative log-likelihood of a text under every policy and budget; whether generation falls
+into loops when large or small value ranges leave first; and what ReFreeKV keeps of prompts of different kinds.
+``--part`` runs one of them, and ``--quick`` a small version of the first. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ringkv.kernels.pairs import Pairs
 
 HERE = Path(__file__).parent
 WINDOW, SEEDS = 32, 4
-DTYPE = "float32"  # exact weights: packed ones would add their own rounding to every difference
+DTYPE = "float32"  # packed weights would add their own rounding to every difference
 DRAWS = ("random", "curdkv", "vase-attnv", "vase-dkv")
 TAIL, UNIT, REPEATS = 200, 64, 3
 
@@ -37,20 +37,20 @@ TAIL, UNIT, REPEATS = 200, 64, 3
 @register_policy
 @dataclass(frozen=True)
 class LargestFirst(Policy):
-    """The reverse of ``value-range``: what VaSE says must not be evicted leaves first."""
+    """The reverse of ``value-range``: the tokens that VaSE says must stay leave first."""
 
     name: ClassVar[str] = "largest-first"
     source: ClassVar[str] = "VaSE, arXiv 2606.03928, its counter-experiment"
     keeps: ClassVar[str] = "small value ranges"
 
     def priority(self, live: Live) -> Tensor:
-        """Minus the value range."""
+        """The negative value range."""
         return -live.v_range[..., : live.candidates]
 
 
 @dataclass(frozen=True)
 class PerLane(Policy):
-    """A policy a lane, so that all of them share each step's pass over the weights. Prompts must fit the ring."""
+    """One policy for each lane, so that they share each step's pass over the weights. Prompts must fit the ring."""
 
     name: ClassVar[str] = "per-lane"
     slot_state: ClassVar[tuple[str, ...]] = H2O.slot_state
@@ -58,7 +58,7 @@ class PerLane(Policy):
     policies: tuple[Policy, ...]
 
     def priority(self, live: Live) -> Tensor:
-        """Each pair's priorities by the policy of its lane."""
+        """The priorities of each pair, by the policy of its lane."""
         out = torch.empty(*live.slot.shape[:2], live.candidates)
         for policy in dict.fromkeys(self.policies):
             rows = [row for row, (_, lane) in enumerate(live.pairs) if self.policies[lane] == policy]
@@ -67,12 +67,12 @@ class PerLane(Policy):
         return out
 
     def observe(self, live: Live) -> Mapping[str, Tensor]:
-        """h2o's state, in every lane; the others do not read it."""
+        """The state of h2o in every lane; the other policies do not read it."""
         return H2O().observe(live)
 
 
 def select(live: Live, rows: list[int]) -> Live:
-    """Some of the pairs of a view."""
+    """The same view with some of its pairs."""
     per_pair = ("position", "v_range", "slot", "last", "layer", "seed", "sample", "eviction", "pin")
     return dataclasses.replace(
         live,
@@ -83,7 +83,7 @@ def select(live: Live, rows: list[int]) -> Live:
 
 
 def likelihood(model: str, tokens: int | None, shares: list[int], seeds: int) -> dict[str, Any]:
-    """NLL a token of the text, by policy and budget (1/share of the length); stochastic ones: mean and spread."""
+    """The loss of the text by policy and budget, which is 1/share of its length; policies that draw run once a seed."""
     with Engine.from_pretrained(model, dtype=DTYPE, ring=RingConfig(2048, WINDOW, "full")) as engine:
         ids = tokenize(engine, (HERE / "quality.txt").read_text())[:tokens]
         with timed(f"{len(ids)} tokens, full"):
@@ -115,18 +115,18 @@ def likelihood(model: str, tokens: int | None, shares: list[int], seeds: int) ->
 
 
 def parts(score: Tensor) -> dict[str, float]:
-    """NLL a token of the whole text, and of its last third, where early facts are needed."""
+    """The loss a token of the whole text, and of its last third, which refers to early facts."""
     return {"whole": float(-score.mean()), "last third": float(-score[-len(score) // 3 :].mean())}
 
 
 def spread(values: list[float]) -> str:
-    """The mean, and the standard deviation of more than one."""
+    """The mean as a text, with the standard deviation if there is more than one value."""
     mean = f"{statistics.fmean(values):.3f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.3f}"
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """NLL against budget, one line a policy."""
+    """Draw the loss against the budget, one line for each policy."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -152,7 +152,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def generation(model: str, tokens: int, budget: int) -> dict[str, Any]:
-    """Share of runs that end in a loop, and distinct 3-grams, when large, random or small value ranges leave first."""
+    """The share of runs that end in a loop, and of distinct 3-grams, by what leaves first."""
     prompts = json.loads((HERE / "quality_prompts.json").read_text())["generation"]
     params = [
         SamplingParams(seed=seed, max_tokens=tokens, ignore_eos=True, on_repetition="ignore")
@@ -189,19 +189,19 @@ def generation(model: str, tokens: int, budget: int) -> dict[str, Any]:
 
 
 def loops(ids: list[int]) -> bool:
-    """Whether the last 200 tokens are one unit of at most 64 tokens, again and again, three times at least."""
+    """Whether the last 200 tokens repeat one unit of at most 64 tokens, at least three times."""
     tail = ids[-TAIL:]
     return any(tail[period:] == tail[:-period] for period in range(1, min(UNIT, len(tail) // REPEATS) + 1))
 
 
 def distinct(ids: list[int]) -> float:
-    """Different 3-grams among all."""
+    """The share of different 3-grams among all."""
     grams = list(zip(ids, ids[1:], ids[2:], strict=False))
     return len(set(grams)) / len(grams)
 
 
 def retention(model: str, thresholds: tuple[float, ...]) -> dict[str, Any]:
-    """Kept share by layer and NLL of the continuation, of 12 prompts of five kinds; nothing is evicted."""
+    """What is kept by layer, and the loss of the continuation, for 12 prompts of five kinds; nothing is evicted."""
     prompts = json.loads((HERE / "quality_prompts.json").read_text())["retention"]
     rows: dict[str, dict[str, Any]] = {}
     for spec in ("all", *(f"refreekv:threshold={threshold}" for threshold in thresholds)):
@@ -237,7 +237,7 @@ def retention(model: str, thresholds: tuple[float, ...]) -> dict[str, Any]:
 
 
 def continuations(engine: Engine, prompts: list[dict[str, str]]) -> list[tuple[list[float], float]]:
-    """What each layer keeps of a prompt that is read at once, as shares, and the NLL of what follows, fed singly."""
+    """For each prompt, the share that each layer keeps, and the loss of its continuation, read token by token."""
     ring, runner = engine.ring, engine._runner
     following = [tokenize(engine, prompt["continuation"]) for prompt in prompts]
     shares, logits = [], []
@@ -259,7 +259,7 @@ def continuations(engine: Engine, prompts: list[dict[str, str]]) -> list[tuple[l
 
 
 def tokenize(engine: Engine, text: str) -> list[int]:
-    """Token ids of plain text."""
+    """The token ids of a text without control tokens."""
     assert engine.tokenizer is not None
     return engine.tokenizer.encode(text, control=False)
 
@@ -267,11 +267,11 @@ def tokenize(engine: Engine, text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--part", choices=("likelihood", "generation", "retention"), help="only this one")
+    parser.add_argument("--part", choices=("likelihood", "generation", "retention"), help="run only this part")
     parser.add_argument(
-        "--quick", action="store_true", help="only the likelihood, of 300 tokens, one budget, two seeds"
+        "--quick", action="store_true", help="run only the likelihood, with 300 tokens, one budget and two seeds"
     )
-    parser.add_argument("--plot", type=Path, help="write the plot of the likelihood here (PNG)")
+    parser.add_argument("--plot", type=Path, help="write a plot of the likelihood to this PNG file")
     options = parser.parse_args()
     result: dict[str, Any] = {"bench": "quality", "model": options.model, "dtype": DTYPE, "quick": options.quick}
     part = "likelihood" if options.quick else options.part

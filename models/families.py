@@ -1,4 +1,4 @@
-"""The supported model types: what each fixes, what an absent key means in it, and the keys that change nothing."""
+"""The supported model types, what an absent key means in each, and the keys that change nothing."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type``; the defaults are those of transformers' configuration class.
+    """One ``model_type``. What an absent key means is taken from transformers' configuration class.
 
     Attributes:
-        architecture: the class that its checkpoints name.
-        max_position: absent max_position_embeddings.
-        kv_heads: absent num_key_value_heads; None: as many as query heads.
-        head_dim: absent head_dim; None: hidden_size / num_attention_heads.
-        attention_bias, mlp_bias: None where the key of that name decides, else the value that every model has.
-        window: absent sliding_window.
-        window_flag: whether use_sliding_window must be true for a window to count.
+        architecture: the class that checkpoints of this type name.
+        max_position: the value of an absent max_position_embeddings.
+        kv_heads: the value of an absent num_key_value_heads; None means the number of query heads.
+        head_dim: the value of an absent head_dim; None means hidden_size / num_attention_heads.
+        theta: the value of an absent rope_theta.
+        tie: the value of an absent tie_word_embeddings.
+        qk_norm: whether queries and keys are normalised before RoPE.
+        attention_bias, mlp_bias: None if the key of that name decides, else the value that every model has.
+        window: the value of an absent sliding_window.
+        window_flag: whether a window counts only if use_sliding_window is true.
         window_scope: the keys that say which layers a window covers.
+        nope: whether some layers have no rotary embedding.
+        moe: whether the MLP is a mixture of experts.
     """
 
     architecture: str
@@ -70,7 +75,7 @@ FAMILIES = {
     ),
 }
 
-# What a key must say, if it is there, because anything else is another model.
+# Keys that may be present with these values only, because another value means another model.
 FIXED: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1, 1.0),
@@ -98,7 +103,7 @@ _RUNTIME = """
     _flash_attn_2_enabled tie_encoder_decoder cross_attention_hidden_size max_sequence_length model_max_length
 """
 _TOKENS = "bos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id"
-# transformers 4 wrote the defaults of generation into config.json; those that count are in generation_config.json.
+# transformers 4 also wrote the defaults of generation into config.json. Only those in generation_config.json count.
 _GENERATION = """
     do_sample temperature top_k top_p typical_p min_length max_length max_new_tokens num_beams num_beam_groups
     num_return_sequences diversity_penalty repetition_penalty length_penalty no_repeat_ngram_size
@@ -106,5 +111,5 @@ _GENERATION = """
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
 """
 
-# Keys that change no logit of these families, and no default of ours.
+# Keys that change neither the logits of these families nor any of our defaults.
 HARMLESS = frozenset(" ".join((_PROVENANCE, _TRAINING, _RUNTIME, _TOKENS, _GENERATION)).split())

@@ -1,4 +1,4 @@
-"""Typed reading of a JSON object, key by key, so that a key nobody read is noticed."""
+"""Typed reading of a JSON object, key by key, which notices a key that was never read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from ringkv.errors import RingkvError
 
-# JSON files of a checkpoint are kilobytes, the index of a huge mixture a few megabytes.
+# The JSON files of a checkpoint take kilobytes, and the index of a huge mixture of experts a few megabytes.
 _MAX_JSON_BYTES = 64 << 20
 _MISSING: Any = object()
 _REPR = reprlib.Repr()
@@ -19,10 +19,14 @@ _REPR.maxstring = _REPR.maxother = 160
 
 
 class Keys:
-    """The keys of one JSON object, read with a type and a range, each at most what it says it is.
+    """The keys of one JSON object, each read with a type and a range.
 
-    Every method takes the key and the value that an absent key stands for (none given: the key is required), and
-    raises RingkvError, naming the key with its path, for a value of another type or out of range.
+    The methods that read take a key and a default for an absent one; without a default the key is required. They raise
+    RingkvError, which names the key with its path, for a value of another type or out of range.
+
+    Args:
+        values: the object.
+        path: what stands before each key in a message, such as ``"rope_scaling."``.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str = "") -> None:
@@ -32,10 +36,11 @@ class Keys:
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is there and says something: null is as good as absent."""
+        """Whether the key is present and not null."""
         return self._values.get(key) is not None
 
     def raw(self, key: str, default: Any = _MISSING) -> Any:
+        """The value as it is."""
         self._read.add(key)
         value = self._values.get(key, default)
         if value is _MISSING:
@@ -43,13 +48,14 @@ class Keys:
         return value
 
     def integer(self, key: str, default: Any = _MISSING, low: int = 1, high: int = 2**31 - 1) -> int:
+        """An int from ``low`` to ``high``."""
         value = self.raw(key, default)
         if type(value) is not int or not low <= value <= high:
             raise self.refuse(key, f"an int from {low} to {high}")
         return value
 
     def number(self, key: str, default: Any = _MISSING, low: float = 0.0, above: bool = True) -> float:
-        """A finite number above ``low``, or from it on where ``above`` is False, that float32 can hold."""
+        """A number that float32 can hold, above ``low``, or at least ``low`` if ``above`` is False."""
         value = self.raw(key, default)
         if type(value) not in (int, float) or not -1e30 < value < 1e30:
             raise self.refuse(key, "a finite number")
@@ -58,20 +64,21 @@ class Keys:
         return float(value)
 
     def flag(self, key: str, default: Any = _MISSING) -> bool:
+        """True or false."""
         value = self.raw(key, default)
         if not isinstance(value, bool):
             raise self.refuse(key, "true or false")
         return value
 
     def choice(self, key: str, accepted: Collection[Any], default: Any = _MISSING) -> Any:
-        """One of ``accepted``, compared with its type: 1 is not true."""
+        """One of ``accepted``. Types are compared too: 1 is not true."""
         value = self.raw(key, default)
         if not any(type(value) is type(one) and value == one for one in accepted):
             raise self.refuse(key, " or ".join(json.dumps(one) for one in accepted))
         return value
 
     def integers(self, key: str, default: Any = _MISSING, high: int = 2**31 - 1) -> tuple[int, ...]:
-        """A list of ints from 0 to ``high``."""
+        """A list of ints from 0 to ``high``, as a tuple."""
         value = self.raw(key, default)
         fits = isinstance(value, list | tuple) and all(type(one) is int and 0 <= one <= high for one in value)
         if not fits:
@@ -87,33 +94,34 @@ class Keys:
         return tuple(ids)
 
     def object(self, key: str) -> Keys:
-        """A nested object; absent and null read as an empty one."""
+        """A nested object; an absent or null one is empty."""
         value = self.raw(key, None)
         return Keys({} if value is None else value, f"{self._path}{key}.")
 
     def skip(self, keys: Iterable[str]) -> None:
-        """These keys change nothing."""
+        """Count these keys as read, because they change nothing."""
         self._read.update(keys)
 
     def finish(self) -> None:
-        """Refuse what nobody read; null switches nothing on, so it may stay."""
+        """Refuse a key that was not read, unless it is null, which switches nothing on."""
         for key, value in self._values.items():
             if key not in self._read and value is not None:
                 name = key if key.isprintable() and len(key) < 80 else short(key)
                 raise RingkvError(f"{self._path}{name} = {short(value)}: this key is not supported")
 
     def refuse(self, key: str, accepted: str) -> RingkvError:
+        """The error for the value of a key."""
         given = short(self._values[key]) if key in self._values else "absent"
         return RingkvError(f"{self._path}{key} = {given}: accepted is {accepted}")
 
 
 def refusal(field: str, given: object, accepted: str) -> RingkvError:
-    """RingkvError.bad for values that come from a file and may be of any size."""
+    """As ``RingkvError.bad``, for a value from a file, which may be of any size."""
     return RingkvError(f"{field} = {short(given)}: accepted is {accepted}")
 
 
 def short(value: object) -> str:
-    """A value from a file, fit for one line."""
+    """The repr of a value from a file, shortened to fit one line."""
     return _REPR.repr(value)
 
 
@@ -121,13 +129,13 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
-        RingkvError: the file cannot be read, is not UTF-8 JSON, or holds something else than an object.
+        RingkvError: the file cannot be read, is not JSON in UTF-8, or does not hold an object.
     """
     try:
         if not path.is_file():
             raise RingkvError(f"{path}: there is no such file")
         if (size := os.path.getsize(path)) > _MAX_JSON_BYTES:
-            raise RingkvError(f"{path}: {size} bytes are too many for a JSON file of a checkpoint")
+            raise RingkvError(f"{path}: holds {size} bytes: accepted is a JSON file of up to {_MAX_JSON_BYTES} bytes")
         value = json.loads(path.read_bytes().decode("utf-8"))
     except RingkvError:
         raise

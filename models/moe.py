@@ -10,27 +10,27 @@ from torch.nn import functional as F
 
 from ringkv.kernels.table import silu_mul
 
-# Up to here tokens go through their experts one by one, as in decode: a token's result then depends on no other
-# row, shapes are static, and the host reads nothing. A prompt is cheaper expert by expert.
+# Up to so many rows, as in decode, each token runs through its own experts: its result then depends on no other row,
+# the shapes are static, and the host reads nothing. For a prompt it is cheaper to go expert by expert.
 FEW_ROWS = 64
 
 
 @dataclass
 class SparseMlp:
-    """Each token runs through its best ``experts_per_token`` of E gated MLPs, weighted by a softmax router."""
+    """E gated MLPs; each token runs through the ``experts_per_token`` that a softmax router ranks highest."""
 
     router: Tensor  # [E, hidden]
     gate_up: Tensor  # [E, 2 * intermediate, hidden]
     down: Tensor  # [E, hidden, intermediate]
     experts_per_token: int
-    normalize: bool
+    normalize: bool  # whether the weights of the chosen experts are scaled to sum to 1
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, chosen = self.route(x)
         return self._by_token(x, weight, chosen) if len(x) <= FEW_ROWS else self._by_expert(x, weight, chosen)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [n, hidden] -> the weights and the experts [n, k] of each; the softmax in float32 or better."""
+        """The weights and the indices [n, k] of the experts of tokens [n, hidden]; the softmax is at least float32."""
         logits = F.linear(x, self.router)
         share = logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(dim=-1)
         weight, chosen = share.topk(self.experts_per_token, dim=-1)

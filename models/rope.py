@@ -1,4 +1,4 @@
-"""Rotary position embedding: the angles of any position, computed where they are needed, with no table."""
+"""Rotary position embedding: the angles of any position, computed when they are needed, without a table."""
 
 from __future__ import annotations
 
@@ -11,34 +11,39 @@ from ringkv.models.config import RopeConfig
 
 
 class Rope:
-    """cos and sin for every RoPE kind, as transformers computes them in float32.
+    """cos and sin for every kind of RoPE, as transformers computes them in float32.
 
-    The order of the float32 operations is transformers': at position 60,000 one unit in the last place of a
-    frequency is an error of 4e-3 in a cosine.
+    The float32 operations have the same order as in transformers, since one unit in the last place of a frequency is an
+    error of 4e-3 in a cosine at position 60,000.
 
     Args:
         config: the kind and its numbers.
         head_dim: D.
-        max_position_embeddings: where ``dynamic`` begins to stretch.
+        max_position_embeddings: the length beyond which ``dynamic`` stretches.
         device: where the angles are computed.
 
     Attributes:
-        scale: what cos and sin are multiplied with; 1 but for ``yarn``.
+        scale: the factor of cos and sin; 1 except for ``yarn``.
     """
 
     def __init__(self, config: RopeConfig, head_dim: int, max_position_embeddings: int, device: torch.device) -> None:
         self.config, self.head_dim, self.max_position = config, head_dim, max_position_embeddings
         self.scale = _attention_factor(config)
-        # On the CPU first: the last bit of a power differs between devices.
+        # Computed on the CPU, because the last bit of a power differs between devices.
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         self.exponent = exponent.to(device)  # [D/2]
         self.inv_freq = _inv_freq(config, exponent, head_dim, max_position_embeddings).to(device)  # [D/2]
 
     def cos_sin(self, position: Tensor, length: Tensor | int | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., D/2], float32, of positions [...] of any integer type.
+        """cos and sin of some positions.
 
-        ``length`` is the number of tokens seen when these are rotated, these included; an int, or a tensor that
-        broadcasts to ``position``. Only ``dynamic`` depends on it; without it ``dynamic`` does not stretch.
+        Args:
+            position: [...], of any integer type.
+            length: the number of tokens seen when these are rotated, these included; an int, or a tensor that
+                broadcasts to ``position``. Only ``dynamic`` depends on it, and does not stretch without it.
+
+        Returns:
+            Two float32 tensors [..., D/2].
         """
         inv_freq = self.inv_freq
         if self.config.kind == "dynamic" and length is not None:
@@ -72,7 +77,7 @@ def _inv_freq(config: RopeConfig, exponent: Tensor, head_dim: int, max_position:
 
 
 def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    """Llama 3.1: long wavelengths are stretched, short ones are kept, and those in between are blended."""
     assert config.original_max_position_embeddings is not None
     low, high = config.low_freq_factor, config.high_freq_factor
     original = config.original_max_position_embeddings
@@ -85,12 +90,12 @@ def _llama3(config: RopeConfig, inv_freq: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, exponent: Tensor, head_dim: int) -> Tensor:
-    """YaRN (2309.00071): a ramp over the dimensions between stretched and kept frequencies."""
+    """YaRN (arXiv 2309.00071): a ramp over the dimensions, from kept to stretched frequencies."""
     assert config.original_max_position_embeddings is not None
     original, theta = config.original_max_position_embeddings, config.theta
 
     def dimension(rotations: float) -> float:
-        """The dimension that turns so many times over the original length."""
+        """The dimension that makes so many turns over the original length."""
         return (head_dim * math.log(original / (rotations * 2 * math.pi))) / (2 * math.log(theta))
 
     low, high = dimension(config.beta_fast), dimension(config.beta_slow)
@@ -106,7 +111,7 @@ def _yarn(config: RopeConfig, exponent: Tensor, head_dim: int) -> Tensor:
 
 
 def _attention_factor(config: RopeConfig) -> float:
-    """What YaRN multiplies cos and sin with, so that attention gets the square of it."""
+    """The factor of cos and sin in YaRN; the attention scores get its square."""
     if config.kind != "yarn":
         return 1.0
     if config.attention_factor is not None:

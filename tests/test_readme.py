@@ -1,10 +1,11 @@
-"""README and weights.md keep their word: every command and every piece of Python in them runs, on the real model.
+"""Every command and every piece of Python in README.md and weights.md runs, on the real model.
 
-A hub id stands for a tiny checkpoint in a cache that is made here.
+Where a command names a hub id, it finds a tiny checkpoint in a hub cache that is made here.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -14,7 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from ringkv.bench.gpu_parts import QWEN3
+from ringkv.engine.config import RingConfig
+from ringkv.engine.memory import Planner
 from ringkv.models.checkpoints.gguf import smollm2_path
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +29,10 @@ LINES = [
 ]
 # The parts of a line that install or test are what CI itself runs.
 COMMANDS = [part for line in LINES for part in line.split(" && ") if not part.startswith(("pip install", "pytest"))]
+FILES_OF_PROMPTS = [command for command in COMMANDS if "--input" in command]
+OTHERS = [command for command in COMMANDS if "--input" not in command and "sky.trace" not in command]
 PYTHON = re.findall(r"```python\n(.+?)```", README, re.S)
+(PROMPTS,) = re.findall(r"```json\n(.+?)```", README, re.S)
 HUB_IDS = {word for line in COMMANDS for word in shlex.split(line) if re.fullmatch(r"[A-Z][\w-]*/[\w.-]+", word)}
 SHA = "0" * 40
 
@@ -62,10 +70,11 @@ def test_readme_holds_what_is_looked_for():
     assert len(HUB_IDS) >= 3
     assert all(command.startswith("ringkv ") for command in COMMANDS)
     assert len(PYTHON) >= 2
+    assert len(FILES_OF_PROMPTS) == 1
     assert sum(line.endswith("&& pytest") for line in LINES) == 1
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "sky.trace" not in c])
+@pytest.mark.parametrize("command", OTHERS)
 def test_command(command, folder, hub_cache):
     done = run(shlex.split(command), folder, input="Hi\n/quit\n", HF_HUB_CACHE=str(hub_cache))
     assert done.stdout.strip()
@@ -74,6 +83,39 @@ def test_command(command, folder, hub_cache):
         assert tokens > 128 + 32
         assert evictions >= 1
         assert len(done.stdout.split()) > 100
+
+
+def test_a_file_of_prompts(folder, hub_cache):
+    """The rows and the command of README, with fewer tokens: a random model seldom ends by itself."""
+    (command,) = FILES_OF_PROMPTS
+    short, limits = re.subn(r"(--max-(?:thinking-)?tokens) \d+", r"\1 40", command)
+    assert limits == 2
+    (folder / "prompts.jsonl").write_text(PROMPTS)
+    run(shlex.split(short), folder, HF_HUB_CACHE=str(hub_cache))
+    given = [json.loads(line) for line in PROMPTS.splitlines()]
+    results = {line["id"]: line for line in map(json.loads, (folder / "results.jsonl").read_text().splitlines())}
+    assert results.keys() == {row["id"] for row in given}
+    for row in given:
+        result = results[row["id"]]
+        assert {"prompt", "messages", "params"}.isdisjoint(result)
+        done = result["ringkv"]
+        assert done["error"] is None
+        assert {"text", "thinking", "finish_reason", "sampling", "timing"} <= done.keys()
+        assert done["completion_tokens"] in range(1, 41)
+        assert done["ring"]["budget"] == int(re.search(r"--budget (\d+)", command)[1])
+        assert done["sampling"]["temperature"]["value"] == row.get("params", {}).get("temperature", 0.6)
+
+
+def test_the_memory_of_qwen3_4b_is_what_its_plan_says():
+    weights, lane, lanes, tokens, cache = re.search(
+        r"weights take ([\d.]+) GiB and each lane .+ takes ([\d.]+) GiB.+"
+        r"for (\d+) texts of ([\d,]+) tokens would take (\d+) GiB",
+        " ".join(README.split()),
+    ).groups()
+    plan = Planner(QWEN3["Qwen3-4B"], torch.bfloat16).plan(RingConfig(4096), 1)
+    assert f"{plan.weights_bytes / 2**30:.1f}" == weights
+    assert f"{plan.ring_bytes / 2**30:.1f}" == lane
+    assert f"{plan.token_bytes * int(lanes) * int(tokens.replace(',', '')) / 2**30:.0f}" == cache
 
 
 def test_the_picture_is_made_by_its_commands(tmp_path):
