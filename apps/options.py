@@ -98,7 +98,7 @@ class Options:
     policy: Annotated[
         str | None,
         option(
-            "What leaves: a name, name:field=value,..., or module:Class of your own (vase-attnv; see `ringkv policies`).",
+            "What leaves: a name, name:field=value,..., or your own module:Class (vase-attnv; see `ringkv policies`).",
             RING,
             choices=POLICY_NAMES,
         ),
