@@ -1,4 +1,4 @@
-"""What the commands share: options as one frozen dataclass, texts that are read, how errors are told, Ctrl-C."""
+"""What the commands share: options as one frozen dataclass, reading texts, one line for an error, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import typer.core
 from ringkv.errors import RingkvError
 
 if TYPE_CHECKING:
-    from ringkv.engine.config import RingConfig, SamplingParams
-    from ringkv.engine.engine import Engine
+    from ringkv.engine import Engine, RingConfig, SamplingParams
 
 SAMPLING_FIELDS: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "thinking")
 SAMPLING_FIELDS += ("max_thinking_tokens", "on_repetition")
@@ -45,7 +44,7 @@ RING_FIELDS = ("budget", "window", "policy", "retention", "sinks", "pin")
 
 
 def option(help: str, panel: str, *names: str, choices: Sequence[str] = (), **more: Any) -> Any:
-    """An option of a command that takes a text; its default is said in its help, where there is one to say."""
+    """An option that takes a text. Its help says the default, where there is one."""
     if choices:
         more["autocompletion"] = lambda: [*choices]  # typer leaves out what does not fit
     return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **{"metavar": "TEXT", **more})
@@ -57,17 +56,17 @@ def flag(help: str, panel: str, *names: str) -> Any:
 
 
 def numeric(help: str, panel: str, *names: str, metavar: str = "INT", **more: Any) -> Any:
-    """An option that takes a number; what is none is refused by whoever takes it, by name."""
+    """An option that takes a number. A text that is no number is passed on, for the check of its field to refuse."""
     return option(help, panel, *names, parser=real if metavar == "FLOAT" else number, metavar=metavar, **more)
 
 
 def real(given: str | float) -> float | str:
-    """A float, where a text is one; else the text."""
+    """A text as a float where it reads as one, else the text itself."""
     return number(given, (float,))
 
 
 def number(given: str | float, kinds: Sequence[type[float]] = (int, float)) -> float | str:
-    """An int or a float, where a text is one; else the text."""
+    """A text as an int or a float where it reads as one, else the text itself."""
     for kind in kinds:
         try:
             return kind(given)
@@ -78,7 +77,7 @@ def number(given: str | float, kinds: Sequence[type[float]] = (int, float)) -> f
 
 @dataclass(frozen=True)
 class Options:
-    """All that a command may take of these; None leaves the choice to the checkpoint or the engine's default."""
+    """Options that commands share. None leaves the choice to the checkpoint, or is the engine's default."""
 
     model: Annotated[
         str, option("A folder, a .gguf file, a hub id, or smollm2.", MACHINE, "-m", "--model", metavar="MODEL")
@@ -89,16 +88,23 @@ class Options:
         "auto"
     )
     backend: Annotated[str, option("auto, torch, triton or native.", MACHINE, choices=CHOICES["backend"])] = "auto"
-    threads: Annotated[Any, numeric("CPU threads (as many as torch takes).", MACHINE)] = None
+    threads: Annotated[Any, numeric("CPU threads (as many as torch chooses).", MACHINE)] = None
 
     budget: Annotated[
-        Any, numeric("Tokens kept a KV head after an eviction (4096); auto: what fits.", RING, metavar="INT|auto")
+        Any,
+        numeric(
+            "Tokens that each KV head keeps after an eviction (4096), or auto: the most that fit.",
+            RING,
+            metavar="INT|auto",
+        ),
     ] = None
-    window: Annotated[Any, numeric("Most recent tokens, never evicted; victims an eviction (64).", RING)] = None
+    window: Annotated[
+        Any, numeric("The most recent tokens, which are never evicted; also how many an eviction takes (64).", RING)
+    ] = None
     policy: Annotated[
         str | None,
         option(
-            "What leaves: a name, name:field=value,..., or module:Class of your own (vase-attnv; see `ringkv policies`).",
+            "What leaves: a name, name:field=value,..., or your own module:Class (vase-attnv; see `ringkv policies`).",
             RING,
             choices=POLICY_NAMES,
         ),
@@ -109,38 +115,45 @@ class Options:
             "What of a prompt enters: refreekv, all, or refreekv:threshold=0.05.", RING, choices=CHOICES["retention"]
         ),
     ] = None
-    sinks: Annotated[Any, numeric("First tokens, always kept (4).", RING)] = None
+    sinks: Annotated[Any, numeric("The first tokens of the text, which always stay (4).", RING)] = None
     pin: Annotated[
-        str | None, option("Also always kept: none, system or prompt (none).", RING, choices=CHOICES["pin"])
+        str | None, option("What else always stays: none, system or prompt (none).", RING, choices=CHOICES["pin"])
     ] = None
 
-    temperature: Annotated[Any, numeric("0 is greedy (0.6).", SAMPLING, metavar="FLOAT")] = None
+    temperature: Annotated[Any, numeric("The temperature; 0 is greedy (0.6).", SAMPLING, metavar="FLOAT")] = None
     top_p: Annotated[
-        Any, numeric("Smallest set of likely tokens that reaches it (0.95).", SAMPLING, metavar="FLOAT")
+        Any,
+        numeric("Draw from the smallest set of likely tokens that reaches this sum (0.95).", SAMPLING, metavar="FLOAT"),
     ] = None
-    top_k: Annotated[Any, numeric("Only the k likeliest tokens; 0 is off (0).", SAMPLING)] = None
+    top_k: Annotated[Any, numeric("Draw from the k likeliest tokens; 0 is off (0).", SAMPLING)] = None
     min_p: Annotated[
-        Any, numeric("Only tokens this share as likely as the likeliest (0).", SAMPLING, metavar="FLOAT")
+        Any, numeric("Draw from tokens at least this share as likely as the likeliest (0).", SAMPLING, metavar="FLOAT")
     ] = None
-    seed: Annotated[Any, numeric("Same seed, same text; else one is drawn and told.", SAMPLING)] = None
-    max_tokens: Annotated[Any, numeric("Most tokens of an answer (32768; under policy full what fits).", SAMPLING)] = (
-        None
-    )
+    seed: Annotated[
+        Any, numeric("The same seed gives the same text; without one, a seed is drawn and reported.", SAMPLING)
+    ] = None
+    max_tokens: Annotated[
+        Any, numeric("The most tokens of an answer (32768; under policy full, what fits).", SAMPLING)
+    ] = None
     stop: Annotated[list[str] | None, option("A string that ends the text; may be repeated.", SAMPLING)] = None
     thinking: Annotated[
         bool | None, flag("Ask the chat template for a thought, or for none.", SAMPLING, "--thinking/--no-thinking")
     ] = None
-    max_thinking_tokens: Annotated[Any, numeric("Close the thought after so many tokens.", SAMPLING)] = None
+    max_thinking_tokens: Annotated[Any, numeric("Close the thought after this many tokens.", SAMPLING)] = None
     on_repetition: Annotated[
         str | None,
-        option("On a loop: stop, close_thought or ignore (stop).", SAMPLING, choices=CHOICES["on_repetition"]),
+        option(
+            "What to do when the text loops: stop, close_thought or ignore (stop).",
+            SAMPLING,
+            choices=CHOICES["on_repetition"],
+        ),
     ] = None
 
     system: Annotated[str | None, option("A system message.", SAMPLING)] = None
     raw: Annotated[bool, flag("Take the prompt as it is, without the chat template.", SAMPLING, "--raw")] = False
     stats: Annotated[bool, flag("Print the whole table of figures on stderr.", OUTPUT, "--stats")] = False
-    quiet: Annotated[bool, flag("No summary on stderr.", OUTPUT, "-q", "--quiet")] = False
-    debug: Annotated[bool, flag("Tracebacks and log lines.", OUTPUT, "--debug")] = False
+    quiet: Annotated[bool, flag("Print no summary on stderr.", OUTPUT, "-q", "--quiet")] = False
+    debug: Annotated[bool, flag("Show tracebacks and log lines.", OUTPUT, "--debug")] = False
 
     def given(self, *names: str) -> dict[str, Any]:
         """The named options that were given."""
@@ -154,7 +167,7 @@ class Options:
 
     def ring(self) -> RingConfig:
         """The ring that these options name."""
-        from ringkv.engine.config import RingConfig
+        from ringkv.engine import RingConfig
 
         module, colon, _ = (self.policy or "").partition(":")
         if colon and module not in POLICY_NAMES and os.getcwd() not in sys.path:
@@ -163,7 +176,7 @@ class Options:
 
     def engine(self, lanes: Any) -> Engine:
         """Load what these options name."""
-        from ringkv.engine.engine import Engine
+        from ringkv.engine import Engine
 
         ring = self.ring()
         machine = self.given("device", "dtype", "backend", "revision", "threads", "seed")
@@ -171,16 +184,19 @@ class Options:
 
     def params(self, **more: Any) -> SamplingParams:
         """The sampling options as the engine takes them."""
-        from ringkv.engine.config import SamplingParams
+        from ringkv.engine import SamplingParams
 
         return SamplingParams(**self.given("seed", *SAMPLING_FIELDS), **more)
 
 
 def read_text(text: str | None, file: Path | None, name: str) -> str:
-    """A text that was given, of stdin where it is -, or of a file.
+    """The text of a command: as given, of stdin where it is -, or of a file.
 
     Args:
-        name: what names the file on the command line.
+        name: the option that names the file.
+
+    Raises:
+        RingkvError: both or none were given, or the text is empty or not UTF-8.
     """
     if (text is None) == (file is None):
         raise RingkvError(f"prompt: give one, as an argument, as - for stdin, or with {name}")
@@ -216,11 +232,21 @@ def check_output(name: str, path: Path, *others: Path | None) -> None:
     raise RingkvError(f"{name} {str(path)!r}: {why}; accepted is the name of a file")
 
 
-def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command fields of Options as its options; it receives them as its argument ``options``.
+def listed(text: str, separator: str = ",") -> list[str]:
+    """The parts of a list that is typed as one text."""
+    return [each.strip() for each in text.split(separator)]
+
+
+Command = Callable[..., int | None]
+
+
+def with_options(*names: str) -> Callable[[Command], Callable[..., None]]:
+    """Give a command fields of ``Options`` as its options, and ``Options`` of them as its argument ``options``.
+
+    The command returns its exit code; None is 0. Its errors are told as ``reporting`` does.
 
     Args:
-        names: which ones, beside ``debug``; none: all of them.
+        names: the fields, beside ``debug``; none are all of them.
     """
     hints = get_type_hints(Options, include_extras=True)
     chosen = [field for field in fields(Options) if not names or field.name in (*names, "debug")]
@@ -231,7 +257,7 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
         for field in chosen
     ]
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+    def decorate(function: Command) -> Callable[..., None]:
         own_hints = get_type_hints(function, include_extras=True)
         own = [
             parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
@@ -242,7 +268,9 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
         def command(**values: Any) -> None:
             options = Options(**{field.name: values.pop(field.name) for field in chosen})
             with reporting(options.debug):
-                function(options=options, **values)
+                code = function(options=options, **values)
+            if code:
+                raise typer.Exit(code)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         # typer reads it; mypy knows no function that has one.

@@ -10,8 +10,7 @@ from typing import Any
 
 from ringkv.apps.chat.session import ChatSession
 from ringkv.apps.chat.transcript import PARAMS
-from ringkv.engine.completion import StreamEvent
-from ringkv.engine.runner import Progress
+from ringkv.engine import Progress, StreamEvent
 from ringkv.errors import RingkvError
 
 COMMANDS = {

@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ringkv.apps.chat.transcript import PARAMS, Transcript
-from ringkv.engine.completion import Completion, StreamEvent
-from ringkv.engine.config import SamplingParams
-from ringkv.engine.engine import Engine
-from ringkv.engine.runner import Progress
-from ringkv.engine.sampling.values import Sampling
-from ringkv.engine.text.thoughts import ANSWER, THINKING
+from ringkv.engine import ANSWER, THINKING, Completion, Engine, Progress, Sampling, SamplingParams, StreamEvent
 from ringkv.errors import RingkvError
 
 _UNFINISHED = ("length", "cancelled")

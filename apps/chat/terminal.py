@@ -16,8 +16,7 @@ from rich.segment import ControlType
 from ringkv.apps.chat.commands import handle
 from ringkv.apps.chat.session import ChatSession
 from ringkv.apps.console import print_stats, summary
-from ringkv.engine.completion import Completion, StreamEvent
-from ringkv.engine.text.thoughts import THINKING
+from ringkv.engine import THINKING, Completion, StreamEvent
 from ringkv.errors import RingkvError
 
 _BLOCK = '"""'
