@@ -156,17 +156,21 @@ class Options:
     debug: Annotated[bool, flag("Show tracebacks and log lines.", OUTPUT, "--debug")] = False
 
     def given(self, *names: str) -> dict[str, Any]:
-        """The named options that were given."""
+        """Those of the named options that were given, by name."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def checkpoint(self, named: str | None) -> str:
-        """The model that is named as an argument, or by --model; naming two is refused."""
+        """The model, from the argument of a command or else from --model.
+
+        Raises:
+            RingkvError: both are given, and differ.
+        """
         if named is not None and self.model not in (Options.model, named):
             raise RingkvError(f"--model {self.model}: {named} is named too; accepted is one of them")
         return self.model if named is None else named
 
     def ring(self) -> RingConfig:
-        """The ring that these options name."""
+        """The ring that these options describe; a policy may be a class of a module in the current folder."""
         from ringkv.engine import RingConfig
 
         module, colon, _ = (self.policy or "").partition(":")
@@ -175,7 +179,7 @@ class Options:
         return RingConfig(**self.given("budget", "window", "policy", "retention", "sinks", "pin"))
 
     def engine(self, lanes: Any) -> Engine:
-        """Load what these options name."""
+        """Load the model that these options name, with their ring."""
         from ringkv.engine import Engine
 
         ring = self.ring()
@@ -214,7 +218,7 @@ def read_text(text: str | None, file: Path | None, name: str) -> str:
 
 
 def check_output(name: str, path: Path, *others: Path | None) -> None:
-    """Refuse at the start what could not be written at the end, or would take the place of another file in use."""
+    """Refuse at the start a file that could not be written at the end, or that another option of the command names."""
     from ringkv.files import same_file
 
     if path.is_dir():
@@ -282,7 +286,7 @@ def with_options(*names: str) -> Callable[[Command], Callable[..., None]]:
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands; what is wrong with how one is called is told in one line too."""
+    """The group of all commands. A command that is called wrongly is answered in one line, too."""
 
     def main(
         self,
@@ -317,7 +321,11 @@ class Commands(typer.core.TyperGroup):
 
 @contextmanager
 def reporting(debug: bool) -> Iterator[None]:
-    """Errors as one line and an exit code: 2 bad input, 1 the machine, 130 interrupted, 0 a reader that left."""
+    """Turn errors into one line on stderr and an exit code.
+
+    The code is 2 for bad input, 1 for a failure of the machine or of this program, 130 after an interrupt, and 0 where
+    the reader of stdout has left. With ``debug`` an error is shown with its traceback, and log lines are printed.
+    """
     if debug:
         import logging
 
@@ -334,7 +342,7 @@ def reporting(debug: bool) -> Iterator[None]:
         # Python flushes stdout once more at exit; give it somewhere to write to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
-    except Exception as error:  # whoever uses a command sees one line, whatever went wrong
+    except Exception as error:  # one line, whatever went wrong
         if debug:
             raise
         text = " ".join(str(error).split()) or type(error).__name__

@@ -61,7 +61,7 @@ class Job:
         source: JSON lines, or "-" for stdin.
         output: "-" is stdout: nothing is locked, kept beside it or resumed.
         params: for every row, but for what the row sets itself; the seed is the run's.
-        settings: what else the tokens depend on (model, ring, dtype, lanes, ...), by name, in JSON types.
+        settings: what else the tokens depend on (model, ring, dtype, backend, lanes, ...), by name, in JSON types.
         retry_errors: generate again what has an error.
 
     Raises:

@@ -49,7 +49,7 @@ class Clock:
 
 
 def seconds(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """How long an action takes, by a clock."""
+    """How many seconds an action takes by a clock."""
     start = clock()
     action()
     return clock() - start
@@ -72,7 +72,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None, tries: int = 1
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let ``peak_bytes`` begin anew, where the system allows it: on a GPU, and on Linux."""
+    """Start ``peak_bytes`` again from what is held now, where the system allows it: on a GPU, and on Linux."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -81,7 +81,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most that was taken of the GPU's memory, or resident of this whole process; None where it is not told."""
+    """The most bytes taken of the GPU's memory, or resident in this process; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # On Linux getrusage counts what the parent had when it started this process, and never forgets.
@@ -97,7 +97,7 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on."""
+    """The machine that the figures come from."""
     return {"cpu": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 

@@ -102,7 +102,7 @@ def peer_times(model: Any, ids: Tensor, prompt: int, cache: Any = None) -> list[
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """transformers reports on every load, and would not be heard here."""
+    """Silence the progress and the warnings that transformers prints whenever it loads a model."""
     import transformers
 
     level = transformers.logging.get_verbosity()
