@@ -1,4 +1,4 @@
-"""What the commands share: options as one frozen dataclass, texts that are read, how errors are told, Ctrl-C."""
+"""What the commands share: options as one frozen dataclass, reading texts, one line for an error, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import typer.core
 from ringkv.errors import RingkvError
 
 if TYPE_CHECKING:
-    from ringkv.engine.config import RingConfig, SamplingParams
-    from ringkv.engine.engine import Engine
+    from ringkv.engine import Engine, RingConfig, SamplingParams
 
 SAMPLING_FIELDS: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "thinking")
 SAMPLING_FIELDS += ("max_thinking_tokens", "on_repetition")
@@ -45,7 +44,7 @@ RING_FIELDS = ("budget", "window", "policy", "retention", "sinks", "pin")
 
 
 def option(help: str, panel: str, *names: str, choices: Sequence[str] = (), **more: Any) -> Any:
-    """An option of a command that takes a text; its default is said in its help, where there is one to say."""
+    """An option that takes a text. Its help says the default, where there is one."""
     if choices:
         more["autocompletion"] = lambda: [*choices]  # typer leaves out what does not fit
     return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **{"metavar": "TEXT", **more})
@@ -57,17 +56,17 @@ def flag(help: str, panel: str, *names: str) -> Any:
 
 
 def numeric(help: str, panel: str, *names: str, metavar: str = "INT", **more: Any) -> Any:
-    """An option that takes a number; what is none is refused by whoever takes it, by name."""
+    """An option that takes a number. A text that is no number is passed on, for the check of its field to refuse."""
     return option(help, panel, *names, parser=real if metavar == "FLOAT" else number, metavar=metavar, **more)
 
 
 def real(given: str | float) -> float | str:
-    """A float, where a text is one; else the text."""
+    """A text as a float where it reads as one, else the text itself."""
     return number(given, (float,))
 
 
 def number(given: str | float, kinds: Sequence[type[float]] = (int, float)) -> float | str:
-    """An int or a float, where a text is one; else the text."""
+    """A text as an int or a float where it reads as one, else the text itself."""
     for kind in kinds:
         try:
             return kind(given)
@@ -78,7 +77,7 @@ def number(given: str | float, kinds: Sequence[type[float]] = (int, float)) -> f
 
 @dataclass(frozen=True)
 class Options:
-    """All that a command may take of these; None leaves the choice to the checkpoint or the engine's default."""
+    """Options that commands share. None leaves the choice to the checkpoint, or is the engine's default."""
 
     model: Annotated[
         str, option("A folder, a .gguf file, a hub id, or smollm2.", MACHINE, "-m", "--model", metavar="MODEL")
@@ -89,12 +88,19 @@ class Options:
         "auto"
     )
     backend: Annotated[str, option("auto, torch, triton or native.", MACHINE, choices=CHOICES["backend"])] = "auto"
-    threads: Annotated[Any, numeric("CPU threads (as many as torch takes).", MACHINE)] = None
+    threads: Annotated[Any, numeric("CPU threads (as many as torch chooses).", MACHINE)] = None
 
     budget: Annotated[
-        Any, numeric("Tokens kept a KV head after an eviction (4096); auto: what fits.", RING, metavar="INT|auto")
+        Any,
+        numeric(
+            "Tokens that each KV head keeps after an eviction (4096), or auto: the most that fit.",
+            RING,
+            metavar="INT|auto",
+        ),
     ] = None
-    window: Annotated[Any, numeric("Most recent tokens, never evicted; victims an eviction (64).", RING)] = None
+    window: Annotated[
+        Any, numeric("The most recent tokens, which are never evicted; also how many an eviction takes (64).", RING)
+    ] = None
     policy: Annotated[
         str | None,
         option(
@@ -109,52 +115,63 @@ class Options:
             "What of a prompt enters: refreekv, all, or refreekv:threshold=0.05.", RING, choices=CHOICES["retention"]
         ),
     ] = None
-    sinks: Annotated[Any, numeric("First tokens, always kept (4).", RING)] = None
+    sinks: Annotated[Any, numeric("The first tokens of the text, which always stay (4).", RING)] = None
     pin: Annotated[
-        str | None, option("Also always kept: none, system or prompt (none).", RING, choices=CHOICES["pin"])
+        str | None, option("What else always stays: none, system or prompt (none).", RING, choices=CHOICES["pin"])
     ] = None
 
-    temperature: Annotated[Any, numeric("0 is greedy (0.6).", SAMPLING, metavar="FLOAT")] = None
+    temperature: Annotated[Any, numeric("The temperature; 0 is greedy (0.6).", SAMPLING, metavar="FLOAT")] = None
     top_p: Annotated[
-        Any, numeric("Smallest set of likely tokens that reaches it (0.95).", SAMPLING, metavar="FLOAT")
+        Any,
+        numeric("Draw from the smallest set of likely tokens that reaches this sum (0.95).", SAMPLING, metavar="FLOAT"),
     ] = None
-    top_k: Annotated[Any, numeric("Only the k likeliest tokens; 0 is off (0).", SAMPLING)] = None
+    top_k: Annotated[Any, numeric("Draw from the k likeliest tokens; 0 is off (0).", SAMPLING)] = None
     min_p: Annotated[
-        Any, numeric("Only tokens this share as likely as the likeliest (0).", SAMPLING, metavar="FLOAT")
+        Any, numeric("Draw from tokens at least this share as likely as the likeliest (0).", SAMPLING, metavar="FLOAT")
     ] = None
-    seed: Annotated[Any, numeric("Same seed, same text; else one is drawn and told.", SAMPLING)] = None
-    max_tokens: Annotated[Any, numeric("Most tokens of an answer (32768; under policy full what fits).", SAMPLING)] = (
-        None
-    )
+    seed: Annotated[
+        Any, numeric("The same seed gives the same text; without one, a seed is drawn and reported.", SAMPLING)
+    ] = None
+    max_tokens: Annotated[
+        Any, numeric("The most tokens of an answer (32768; under policy full, what fits).", SAMPLING)
+    ] = None
     stop: Annotated[list[str] | None, option("A string that ends the text; may be repeated.", SAMPLING)] = None
     thinking: Annotated[
         bool | None, flag("Ask the chat template for a thought, or for none.", SAMPLING, "--thinking/--no-thinking")
     ] = None
-    max_thinking_tokens: Annotated[Any, numeric("Close the thought after so many tokens.", SAMPLING)] = None
+    max_thinking_tokens: Annotated[Any, numeric("Close the thought after this many tokens.", SAMPLING)] = None
     on_repetition: Annotated[
         str | None,
-        option("On a loop: stop, close_thought or ignore (stop).", SAMPLING, choices=CHOICES["on_repetition"]),
+        option(
+            "What to do when the text loops: stop, close_thought or ignore (stop).",
+            SAMPLING,
+            choices=CHOICES["on_repetition"],
+        ),
     ] = None
 
     system: Annotated[str | None, option("A system message.", SAMPLING)] = None
     raw: Annotated[bool, flag("Take the prompt as it is, without the chat template.", SAMPLING, "--raw")] = False
     stats: Annotated[bool, flag("Print the whole table of figures on stderr.", OUTPUT, "--stats")] = False
-    quiet: Annotated[bool, flag("No summary on stderr.", OUTPUT, "-q", "--quiet")] = False
-    debug: Annotated[bool, flag("Tracebacks and log lines.", OUTPUT, "--debug")] = False
+    quiet: Annotated[bool, flag("Print no summary on stderr.", OUTPUT, "-q", "--quiet")] = False
+    debug: Annotated[bool, flag("Show tracebacks and log lines.", OUTPUT, "--debug")] = False
 
     def given(self, *names: str) -> dict[str, Any]:
-        """The named options that were given."""
+        """Those of the named options that were given, by name."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def checkpoint(self, named: str | None) -> str:
-        """The model that is named as an argument, or by --model; naming two is refused."""
+        """The model, from the argument of a command or else from --model.
+
+        Raises:
+            RingkvError: both are given, and differ.
+        """
         if named is not None and self.model not in (Options.model, named):
             raise RingkvError(f"--model {self.model}: {named} is named too; accepted is one of them")
         return self.model if named is None else named
 
     def ring(self) -> RingConfig:
-        """The ring that these options name."""
-        from ringkv.engine.config import RingConfig
+        """The ring that these options describe; a policy may be a class of a module in the current folder."""
+        from ringkv.engine import RingConfig
 
         module, colon, _ = (self.policy or "").partition(":")
         if colon and module not in POLICY_NAMES and os.getcwd() not in sys.path:
@@ -162,8 +179,8 @@ class Options:
         return RingConfig(**self.given("budget", "window", "policy", "retention", "sinks", "pin"))
 
     def engine(self, lanes: Any) -> Engine:
-        """Load what these options name."""
-        from ringkv.engine.engine import Engine
+        """Load the model that these options name, with their ring."""
+        from ringkv.engine import Engine
 
         ring = self.ring()
         machine = self.given("device", "dtype", "backend", "revision", "threads", "seed")
@@ -171,16 +188,19 @@ class Options:
 
     def params(self, **more: Any) -> SamplingParams:
         """The sampling options as the engine takes them."""
-        from ringkv.engine.config import SamplingParams
+        from ringkv.engine import SamplingParams
 
         return SamplingParams(**self.given("seed", *SAMPLING_FIELDS), **more)
 
 
 def read_text(text: str | None, file: Path | None, name: str) -> str:
-    """A text that was given, of stdin where it is -, or of a file.
+    """The text of a command: as given, of stdin where it is -, or of a file.
 
     Args:
-        name: what names the file on the command line.
+        name: the option that names the file.
+
+    Raises:
+        RingkvError: both or none were given, or the text is empty or not UTF-8.
     """
     if (text is None) == (file is None):
         raise RingkvError(f"prompt: give one, as an argument, as - for stdin, or with {name}")
@@ -198,7 +218,7 @@ def read_text(text: str | None, file: Path | None, name: str) -> str:
 
 
 def check_output(name: str, path: Path, *others: Path | None) -> None:
-    """Refuse at the start what could not be written at the end, or would take the place of another file in use."""
+    """Refuse at the start a file that could not be written at the end, or that another option of the command names."""
     from ringkv.files import same_file
 
     if path.is_dir():
@@ -216,11 +236,21 @@ def check_output(name: str, path: Path, *others: Path | None) -> None:
     raise RingkvError(f"{name} {str(path)!r}: {why}; accepted is the name of a file")
 
 
-def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command fields of Options as its options; it receives them as its argument ``options``.
+def listed(text: str, separator: str = ",") -> list[str]:
+    """The parts of a list that is typed as one text."""
+    return [each.strip() for each in text.split(separator)]
+
+
+Command = Callable[..., int | None]
+
+
+def with_options(*names: str) -> Callable[[Command], Callable[..., None]]:
+    """Give a command fields of ``Options`` as its options, and ``Options`` of them as its argument ``options``.
+
+    The command returns its exit code; None is 0. Its errors are told as ``reporting`` does.
 
     Args:
-        names: which ones, beside ``debug``; none: all of them.
+        names: the fields, beside ``debug``; none are all of them.
     """
     hints = get_type_hints(Options, include_extras=True)
     chosen = [field for field in fields(Options) if not names or field.name in (*names, "debug")]
@@ -231,7 +261,7 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
         for field in chosen
     ]
 
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+    def decorate(function: Command) -> Callable[..., None]:
         own_hints = get_type_hints(function, include_extras=True)
         own = [
             parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
@@ -242,7 +272,9 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
         def command(**values: Any) -> None:
             options = Options(**{field.name: values.pop(field.name) for field in chosen})
             with reporting(options.debug):
-                function(options=options, **values)
+                code = function(options=options, **values)
+            if code:
+                raise typer.Exit(code)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         # typer reads it; mypy knows no function that has one.
@@ -254,7 +286,7 @@ def with_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., N
 
 
 class Commands(typer.core.TyperGroup):
-    """The commands; what is wrong with how one is called is told in one line too."""
+    """The group of all commands. A command that is called wrongly is answered in one line, too."""
 
     def main(
         self,
@@ -289,7 +321,11 @@ class Commands(typer.core.TyperGroup):
 
 @contextmanager
 def reporting(debug: bool) -> Iterator[None]:
-    """Errors as one line and an exit code: 2 bad input, 1 the machine, 130 interrupted, 0 a reader that left."""
+    """Turn errors into one line on stderr and an exit code.
+
+    The code is 2 for bad input, 1 for a failure of the machine or of this program, 130 after an interrupt, and 0 where
+    the reader of stdout has left. With ``debug`` an error is shown with its traceback, and log lines are printed.
+    """
     if debug:
         import logging
 
@@ -306,7 +342,7 @@ def reporting(debug: bool) -> Iterator[None]:
         # Python flushes stdout once more at exit; give it somewhere to write to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
-    except Exception as error:  # whoever uses a command sees one line, whatever went wrong
+    except Exception as error:  # one line, whatever went wrong
         if debug:
             raise
         text = " ".join(str(error).split()) or type(error).__name__

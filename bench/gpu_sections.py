@@ -95,7 +95,7 @@ def decode(setting: Setting, until: float) -> Iterator[Figures]:
                 for state, evictions in (("fresh", 0), ("evicted", setting.aged)):
                     age(runner, evictions, setting.backend)
                     slots = runner.ring.config.capacity if evictions else int(runner.ring.counts.max())
-                    read = step_bytes(config, lanes, slots, decoder.dtype.itemsize)
+                    read = step_bytes(config, lanes, lanes * config.layers * slots, decoder.dtype.itemsize)
                     ms, floor = step_times(runner, setting)["median"], 1e3 * read / figures["bandwidth"]
                     row[state] = {"ms": ms, "bytes": read, "floor_ms": floor, "ratio": ms / floor}
                 figures["steps"].append(row)

@@ -238,23 +238,24 @@ def retention(model: str, thresholds: tuple[float, ...]) -> dict[str, Any]:
 
 def continuations(engine: Engine, prompts: list[dict[str, str]]) -> list[tuple[list[float], float]]:
     """For each prompt, the share that each layer keeps, and the loss of its continuation, read token by token."""
-    ring, runner = engine.ring, engine._runner
     following = [tokenize(engine, prompt["continuation"]) for prompt in prompts]
     shares, logits = [], []
-    for lane, prompt in enumerate(prompts):
-        ids = tokenize(engine, prompt["prompt"])
-        ring.reset(lane, seed=0)
-        logits.append(runner.prefill(lane, ids)[0])
-        shares.append([count / len(ids) for count in ring.counts[:, lane].tolist()])
     losses: list[list[float]] = [[] for _ in prompts]
-    for step in range(max(map(len, following))):
-        tokens = [ids[step] if step < len(ids) else 0 for ids in following]
-        for lane in list(ring.running):
-            losses[lane].append(float(-logits[lane].log_softmax(-1)[tokens[lane]]))
-            if step + 1 == len(following[lane]):
-                ring.stop(lane)
-        if ring.running:
-            logits = list(runner.forward(torch.tensor(tokens)))
+    with engine.alone() as runner:
+        ring = runner.ring
+        for lane, prompt in enumerate(prompts):
+            ids = tokenize(engine, prompt["prompt"])
+            ring.reset(lane, seed=0)
+            logits.append(runner.prefill(lane, ids)[0])
+            shares.append([count / len(ids) for count in ring.counts[:, lane].tolist()])
+        for step in range(max(map(len, following))):
+            tokens = [ids[step] if step < len(ids) else 0 for ids in following]
+            for lane in list(ring.running):
+                losses[lane].append(float(-logits[lane].log_softmax(-1)[tokens[lane]]))
+                if step + 1 == len(following[lane]):
+                    ring.stop(lane)
+            if ring.running:
+                logits = list(runner.forward(torch.tensor(tokens)))
     return [(share, statistics.fmean(loss)) for share, loss in zip(shares, losses, strict=True)]
 
 

@@ -1,1 +1,57 @@
-"""Requests, lanes, the ring, its policies, and the loop that steps them."""
+"""Requests, lanes, the ring, its policies, and the loop that steps them.
+
+The names below are the front door: all that ``apps`` and the command line take from this floor and those under it, each
+imported when it is first asked for. The engine's own modules import each other, and never from here.
+"""
+# ruff: noqa: F401 - the names that are imported are for type checkers
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ringkv.engine.completion import Completion, StreamEvent
+    from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
+    from ringkv.engine.cost import step_bytes
+    from ringkv.engine.engine import Engine
+    from ringkv.engine.loading import backend_of, placed
+    from ringkv.engine.memory import Planner, free_memory, parse_size, settle, size
+    from ringkv.engine.policies import policy_table
+    from ringkv.engine.record import DROPPED, LIVE, PREFILL, Record
+    from ringkv.engine.runner import Progress, Runner
+    from ringkv.engine.sampling.values import Sampling
+    from ringkv.engine.seeds import effective_seed
+    from ringkv.engine.spec import describe
+    from ringkv.engine.text.thoughts import ANSWER, THINKING
+    from ringkv.models.config import ModelConfig
+    from ringkv.models.weights import open_checkpoint, open_config
+
+_NAMES = {
+    "engine.completion": "Completion StreamEvent",
+    "engine.config": "LANE_LIMIT RingConfig SamplingParams",
+    "engine.cost": "step_bytes",
+    "engine.engine": "Engine",
+    "engine.loading": "backend_of placed",
+    "engine.memory": "Planner free_memory parse_size settle size",
+    "engine.policies": "policy_table",
+    "engine.record": "DROPPED LIVE PREFILL Record",
+    "engine.runner": "Progress Runner",
+    "engine.sampling.values": "Sampling",
+    "engine.seeds": "effective_seed",
+    "engine.spec": "describe",
+    "engine.text.thoughts": "ANSWER THINKING",
+    "models.config": "ModelConfig",
+    "models.weights": "open_checkpoint open_config",
+}
+_HOME = {name: f"ringkv.{module}" for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'ringkv.engine' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOME)

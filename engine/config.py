@@ -1,4 +1,4 @@
-"""The two option objects of the API: how the ring is made, and how a request is sampled."""
+"""The options of the API: how the ring is made, and how a request is sampled."""
 
 from __future__ import annotations
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from ringkv.models.config import ModelConfig
 
 
-def step_bytes(model: ModelConfig, lanes: int, slots: int, itemsize: int) -> int:
+def step_bytes(model: ModelConfig, lanes: int, slots: int, itemsize: int, weight_itemsize: int | None = None) -> int:
     """Bytes that one step reads: every weight once, and the keys and values of all slots that attention looks at.
 
     Args:
         lanes: sequences that run.
-        slots: read a KV head in each layer and lane: the live ones until the first eviction, then all of them.
-        itemsize: bytes of a number, in weights and ring.
+        slots: read a KV head, summed over all layers and lanes: in each the live ones until its first eviction, then
+            all of them.
+        itemsize: bytes of a number in the ring.
+        weight_itemsize: bytes of a number in the weights; None is the same.
 
     An untied embedding is read in ``lanes`` rows only; of a sparse MLP the routed experts count, once for each lane as
     long as there are that many.
     """
-    return weight_bytes(model, lanes, itemsize) + lanes * slot_bytes(model, itemsize) * slots
+    weights = weight_bytes(model, lanes, itemsize if weight_itemsize is None else weight_itemsize)
+    return weights + slots * slot_bytes(model, itemsize) // model.layers
 
 
 def slot_bytes(model: ModelConfig, itemsize: int) -> int:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
 from ringkv.models.tokenizer import Tokenizer
 from ringkv.models.weights import StateDictCheckpoint, load_decoder, load_weights, open_checkpoint
+
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
 
 class Engine:
@@ -133,14 +135,22 @@ class Engine:
             name=checkpoint.name,
         )
 
+    # A text is a sequence of texts too, and an empty list fits any form: the first one that fits is the one meant.
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: Prompt, params: None = None, *, raw: bool = False, trace: bool = False
+    ) -> Completion: ...
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompts: Prompt, params: SamplingParams, *, raw: bool = False, trace: bool = False
+    ) -> Completion | list[Completion]: ...
+    @overload
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        raw: bool = False,
-        trace: bool = False,
-    ) -> Any:
+        self, prompts: Sequence[Prompt], params: Params = None, *, raw: bool = False, trace: bool = False
+    ) -> list[Completion]: ...
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, raw: bool = False, trace: bool = False
+    ) -> Completion | list[Completion]:
         """Generate to the end.
 
         Args:
@@ -150,7 +160,8 @@ class Engine:
             trace: record where every token goes; each completion then has a ``trace``.
 
         Returns:
-            A ``Completion`` for one prompt, a list in order for a list; with n > 1 a flat list, samples adjacent.
+            A ``Completion`` for one prompt, or with n > 1 the list of its samples; for a list of prompts always a list,
+            in their order, samples adjacent.
 
         Raises:
             RingkvError: a lone prompt that is refused. In a list its completion carries ``error``.
@@ -171,7 +182,7 @@ class Engine:
         on_prefill: Progress | None = None,
         begun: Sequence[int] = (),
         trace: bool = False,
-    ) -> Iterator[StreamEvent]:
+    ) -> Generator[StreamEvent, None, None]:
         """Generate from one prompt, event by event; the last one carries the completion. Closing it cancels.
 
         Args:
@@ -189,10 +200,10 @@ class Engine:
     def iterate(
         self,
         prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
         raw: bool = False,
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Generator[tuple[int, Completion], None, None]:
         """(index, completion) of each prompt as it finishes. Closing it cancels what still runs."""
         return self._iterate(self._prepare_all(prompts, params, raw))
 
@@ -255,6 +266,12 @@ class Engine:
                 fresh.pack()
                 vars(self.model).update(vars(fresh))
 
+    def about(self) -> dict[str, Any]:
+        """What runs, as results name it: model, dtype {weights, compute, ring}, backend."""
+        kinds = {"weights": self.model.weight_dtype, "compute": self.model.dtype, "ring": self.ring.k.dtype}
+        dtype = {name: str(kind).removeprefix("torch.") for name, kind in kinds.items()}
+        return {"model": self.name, "dtype": dtype, "backend": self.backend}
+
     def plan(self) -> dict[str, int]:
         """Bytes that this engine holds: weights, ring and scratch."""
         return {
@@ -277,7 +294,7 @@ class Engine:
         self.close()
 
     def _prepare(
-        self, prompt: Any, params: object, index: int, raw: bool, trace: bool, begun: Sequence[int] = ()
+        self, prompt: object, params: object, index: int, raw: bool, trace: bool, begun: Sequence[int] = ()
     ) -> list[Request]:
         requests = self.prompts.prepare(prompt, _one(params), index=index, raw=raw, begun=begun)
         if trace:
@@ -287,7 +304,7 @@ class Engine:
         return requests
 
     def _prepare_all(
-        self, prompts: Any, params: Any, raw: bool, trace: bool = False
+        self, prompts: Prompt | Sequence[Prompt], params: Params, raw: bool, trace: bool = False
     ) -> list[Request | tuple[int, RingkvError]]:
         if not self.prompts.is_batch(prompts):
             raise RingkvError("prompts: a list of prompts is needed here")
@@ -304,19 +321,21 @@ class Engine:
 
     def _iterate(
         self, prepared: Iterable[Request | tuple[int, RingkvError]], trace: bool = False
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Generator[tuple[int, Completion], None, None]:
         requests = []
         for each in prepared:
             if isinstance(each, Request):
                 requests.append(each)
             else:
-                yield each[0], failure(self, each[1])
+                yield each[0], failure(self.about(), self.ring, each[1])
         with closing(self._run(requests, trace=trace)) as run:
             for request, event in run:
                 if event.completion is not None:
                     yield request.index, event.completion
 
-    def _events(self, requests: list[Request], on_prefill: Progress | None, trace: bool) -> Iterator[StreamEvent]:
+    def _events(
+        self, requests: list[Request], on_prefill: Progress | None, trace: bool
+    ) -> Generator[StreamEvent, None, None]:
         with closing(self._run(requests, on_prefill, trace)) as run:
             for _, event in run:
                 yield event
@@ -334,7 +353,7 @@ class Engine:
                     pieces = served.pieces or [(generation.channel, "")]
                     for place, (channel, text) in enumerate(pieces):
                         last = place == len(pieces) - 1 and generation.finish_reason is not None
-                        done = completion(self, generation, _record(recorder, generation)) if last else None
+                        done = self._completion(generation, recorder) if last else None
                         yield generation.request, StreamEvent(text, channel, [] if place else ids, done)
 
     @contextmanager
@@ -348,6 +367,9 @@ class Engine:
             yield recorder
         finally:
             self.ring.observers.remove(recorder)
+
+    def _completion(self, generation: Generation, recorder: Recorder | None) -> Completion:
+        return completion(self.about(), self.ring, generation, _record(recorder, generation))
 
     def _start(self, request: Request, lane: int) -> Generation:
         return Generation(request, lane, self.prompts.decoder())

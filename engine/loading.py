@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 
 from ringkv.engine.config import RingConfig
 from ringkv.engine.memory import settle
 from ringkv.errors import RingkvError
+from ringkv.kernels.backend import resolve
 from ringkv.models.checkpoints.base import Checkpoint
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
 from ringkv.models.linear import can_pack
-from ringkv.models.weights import load_decoder
+from ringkv.models.weights import load_decoder, open_config
 
 log = logging.getLogger(__name__)
 
@@ -67,3 +69,16 @@ def place_of(device: str) -> torch.device:
             "device", device, "auto, cpu" + (", cuda" if torch.cuda.is_available() else " (no GPU is found)")
         )
     return place
+
+
+def backend_of(
+    model: str | os.PathLike[str],
+    device: str = "auto",
+    dtype: str = "auto",
+    backend: str = "auto",
+    revision: str | None = None,
+) -> str:
+    """The backend that ``Engine.from_pretrained`` with these options runs on, from the configuration alone."""
+    _, keys = open_config(model, revision=revision)
+    place, number, _ = placed(ModelConfig.from_hf(keys), device, dtype)
+    return resolve(backend, place, number)

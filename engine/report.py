@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from ringkv.engine.completion import Completion
 from ringkv.engine.record import Record
 from ringkv.engine.request import Generation
+from ringkv.engine.ring.storage import Ring
 from ringkv.engine.spec import describe, fields_of
 from ringkv.engine.text.thoughts import ANSWER, THINKING
 from ringkv.errors import RingkvError
 
-if TYPE_CHECKING:
-    from ringkv.engine.engine import Engine
 
+def completion(about: Mapping[str, Any], ring: Ring, generation: Generation, trace: Record | None = None) -> Completion:
+    """The completion of a request that has ended.
 
-def completion(engine: Engine, generation: Generation, trace: Record | None = None) -> Completion:
-    """The completion of a request that has ended."""
+    Args:
+        about: what ran, as ``Engine.about`` says it.
+        ring: where it ran.
+    """
     request = generation.request
     thinking_tokens, answer_tokens = generation.counts()
     report = {
@@ -42,14 +46,14 @@ def completion(engine: Engine, generation: Generation, trace: Record | None = No
         error=generation.error,
         timing=generation.timing(),
         sample=request.sample,
-        **describe_engine(engine),
-        ring=_ring(engine) | generation.figures | report,
+        **about,
+        ring=_ring(ring) | generation.figures | report,
         trace=trace,
     )
 
 
-def failure(engine: Engine, error: RingkvError) -> Completion:
-    """The completion of a request that was refused before it ran."""
+def failure(about: Mapping[str, Any], ring: Ring, error: RingkvError) -> Completion:
+    """The completion of a request that was refused before it ran; see ``completion``."""
     nothing = {"seen": 0, "kept": 0, "evictions": 0, "retained": [], "evictions_per_layer": [], "peak_slots": 0}
     return Completion(
         text="",
@@ -68,32 +72,19 @@ def failure(engine: Engine, error: RingkvError) -> Completion:
         error={"type": type(error).__name__, "message": str(error)},
         timing={"queue_s": 0.0, "prefill_s": 0.0, "decode_s": 0.0, "tokens_per_s": 0.0},
         sample=0,
-        **describe_engine(engine),
-        ring=_ring(engine) | nothing | {"seed": None},
+        **about,
+        ring=_ring(ring) | nothing | {"seed": None},
     )
 
 
-def describe_engine(engine: Engine) -> dict[str, Any]:
-    """What ran: model, types, backend, as results name them."""
-    weights, compute, ring = (
-        str(dtype).removeprefix("torch.")
-        for dtype in (engine.model.weight_dtype, engine.model.dtype, engine.ring.k.dtype)
-    )
+def _ring(ring: Ring) -> dict[str, Any]:
+    config = ring.config
     return {
-        "model": engine.name,
-        "dtype": {"weights": weights, "compute": compute, "ring": ring},
-        "backend": engine.backend,
-    }
-
-
-def _ring(engine: Engine) -> dict[str, Any]:
-    config = engine.ring.config
-    return {
-        "policy": engine.ring.policy.name,
-        "params": fields_of(engine.ring.policy),
+        "policy": ring.policy.name,
+        "params": fields_of(ring.policy),
         "budget": config.budget,
         "window": config.window,
         "capacity": config.capacity,
-        "bytes": engine.ring.nbytes,
-        "retention": describe(engine.ring.retention),
+        "bytes": ring.nbytes,
+        "retention": describe(ring.retention),
     }

@@ -184,6 +184,25 @@ def test_a_file_of_prompts_is_not_resumed_without_the_compiler_that_it_was_begun
     assert out.read_bytes().startswith(before)
 
 
+@pytest.mark.parametrize("dtype", CHOICES["dtype"])
+@pytest.mark.parametrize("asked", ["auto", "torch"])
+def test_a_file_of_prompts_records_the_backend_that_ran(tiny, tmp_path, dtype, asked):
+    """Oracle: the results' own ``backend``, which is the engine's."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    out = tmp_path / "out.jsonl"
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(out), "--max-tokens", "2", "--quiet"]
+    options = ["-m", str(tiny), "--dtype", dtype, "--backend", asked, "--budget", "24", "--window", "4"]
+    assert CliRunner().invoke(app, ["generate", *files, *options]).exit_code == 0
+    settings = json.loads((tmp_path / "out.jsonl.ringkv.json").read_text())["settings"]
+    assert settings["backend"] == json.loads(out.read_text())["ringkv"]["backend"]
+    if dtype in ("bfloat16", "float64") or asked == "torch":
+        assert settings["backend"] == "torch"
+    assert list(settings) == [
+        *("model", "revision", "device", "dtype", "backend", "budget", "window", "policy", "retention", "sinks", "pin"),
+        *("system", "raw", "lanes", "sampling"),
+    ]
+
+
 OWN_POLICY = """
 from dataclasses import dataclass
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ringkv.apps.chat.session import ChatSession
+from ringkv.apps.chat.session import ChatSession, Events
 from ringkv.apps.chat.transcript import PARAMS
-from ringkv.engine.completion import StreamEvent
-from ringkv.engine.runner import Progress
+from ringkv.engine import Progress
 from ringkv.errors import RingkvError
 
 COMMANDS = {
@@ -48,7 +47,7 @@ class Reply:
     """
 
     text: str = ""
-    events: Iterator[StreamEvent] | None = None
+    events: Events | None = None
     quit: bool = False
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ringkv.apps.chat.transcript import PARAMS, Transcript
-from ringkv.engine.completion import Completion, StreamEvent
-from ringkv.engine.config import SamplingParams
-from ringkv.engine.engine import Engine
-from ringkv.engine.runner import Progress
-from ringkv.engine.sampling.values import Sampling
-from ringkv.engine.text.thoughts import ANSWER, THINKING
+from ringkv.engine import ANSWER, THINKING, Completion, Engine, Progress, Sampling, SamplingParams, StreamEvent
 from ringkv.errors import RingkvError
 
+Events = Generator[StreamEvent, None, None]
 _UNFINISHED = ("length", "cancelled")
 
 
@@ -110,7 +106,7 @@ class ChatSession:
         """Whether the last answer was cut off by a limit or an interrupt."""
         return self._answer is not None and self._answer.unfinished
 
-    def send(self, text: str, on_prefill: Progress | None = None) -> Iterator[StreamEvent]:
+    def send(self, text: str, on_prefill: Progress | None = None) -> Events:
         """Ask. The history grows when the answer ends; closing the iterator stops it and keeps what came.
 
         Args:
@@ -123,7 +119,7 @@ class ChatSession:
             raise RingkvError.bad("message", text, "a text that is not empty")
         return self._ask([*self.turns, {"role": "user", "content": text}], self.params, on_prefill)
 
-    def retry(self, on_prefill: Progress | None = None) -> Iterator[StreamEvent]:
+    def retry(self, on_prefill: Progress | None = None) -> Events:
         """Ask the last question again, with the next seed unless ``set`` gave another; replaces its answer."""
         if not self.turns:
             raise RingkvError("retry: nothing was asked yet")
@@ -132,7 +128,7 @@ class ChatSession:
             params = params.replace(seed=(self._answer.seed + 1) % 2**64)
         return self._ask(self.turns[:-1], params, on_prefill)
 
-    def resume(self, on_prefill: Progress | None = None) -> Iterator[StreamEvent]:
+    def resume(self, on_prefill: Progress | None = None) -> Events:
         """Go on with an answer that was cut off. Its tokens are read again as part of the prompt, thought included.
 
         Raises:
@@ -149,15 +145,13 @@ class ChatSession:
         events = self.engine.stream(answer.prompt, params, on_prefill=on_prefill, begun=answer.ids)
         return self._take(answer, self._spaced(events) if answer.ids else events)
 
-    def _ask(
-        self, turns: list[dict[str, str]], params: SamplingParams, on_prefill: Progress | None
-    ) -> Iterator[StreamEvent]:
+    def _ask(self, turns: list[dict[str, str]], params: SamplingParams, on_prefill: Progress | None) -> Events:
         answer = _Answer(turns, self._with_system(turns), params.thinking)
         events = self.engine.stream(answer.prompt, params, on_prefill=on_prefill)
         self._seed = self.params.seed
         return self._take(answer, events)
 
-    def _take(self, answer: _Answer, events: Any) -> Iterator[StreamEvent]:
+    def _take(self, answer: _Answer, events: Events) -> Events:
         with closing(events):
             try:
                 for event in events:
@@ -191,10 +185,10 @@ class ChatSession:
             ids, text = (ids[:-drop], text.rstrip("\ufffd")) if drop else (ids, text)
         return dataclasses.replace(answer, ids=list(ids), text=text)
 
-    def _spaced(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
+    def _spaced(self, events: Events) -> Events:
         """With the space that SentencePiece's first word begins with: this text is not the first."""
         tokenizer = self.engine.tokenizer
-        with closing(events):  # type: ignore[type-var]
+        with closing(events):
             first = tokenizer is not None and tokenizer.drops_space
             for event in events:
                 if first and event.token_ids and tokenizer is not None:

@@ -6,7 +6,7 @@ import io
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, suppress
 
 from rich.console import Console
@@ -14,10 +14,9 @@ from rich.control import Control
 from rich.segment import ControlType
 
 from ringkv.apps.chat.commands import handle
-from ringkv.apps.chat.session import ChatSession
+from ringkv.apps.chat.session import ChatSession, Events
 from ringkv.apps.console import print_stats, summary
-from ringkv.engine.completion import Completion, StreamEvent
-from ringkv.engine.text.thoughts import THINKING
+from ringkv.engine import THINKING, Completion
 from ringkv.errors import RingkvError
 
 _BLOCK = '"""'
@@ -167,12 +166,12 @@ class Terminal:
 
         return progress
 
-    def _answer(self, events: Iterator[StreamEvent], came: list[int]) -> bool:
+    def _answer(self, events: Events, came: list[int]) -> bool:
         """Show an answer as it comes; returns whether it is none of the errors."""
         thought, part, done = 0, "", None
         tags = self.session.engine.prompts.tags
         borders = tags.ids or () if tags is not None else ()
-        with closing(events):  # type: ignore[type-var]
+        with closing(events):
             for event in events:
                 done = event.completion
                 if came:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringkv.engine.config import SamplingParams
+from ringkv.engine import SamplingParams
 from ringkv.errors import RingkvError
 from ringkv.files import write_whole
 

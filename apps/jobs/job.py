@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import secrets
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,11 @@ from typing import Any
 
 from ringkv.apps.jobs.results import Results, StdoutResults, Unit
 from ringkv.apps.jobs.rows import OURS, Row, parse_object, read_rows
-from ringkv.engine.completion import Completion
-from ringkv.engine.config import SamplingParams
+from ringkv.engine import Completion, Sampling, SamplingParams, effective_seed
 from ringkv.errors import RingkvError
 from ringkv.files import beside, same_file, write_whole
-from ringkv.kernels.sample import GREEDY_BELOW
 
-Iterate = Callable[[Sequence[Any], Sequence[SamplingParams]], Iterator[tuple[int, Completion]]]
+Iterate = Callable[[Sequence[Any], Sequence[SamplingParams]], Generator[tuple[int, Completion], None, None]]
 Write = Callable[[Row, Mapping[str, Any]], None]
 
 _ABSENT = object()
@@ -64,7 +61,7 @@ class Job:
         source: JSON lines, or "-" for stdin.
         output: "-" is stdout: nothing is locked, kept beside it or resumed.
         params: for every row, but for what the row sets itself; the seed is the run's.
-        settings: what else the tokens depend on (model, ring, dtype, lanes, ...), by name, in JSON types.
+        settings: what else the tokens depend on (model, ring, dtype, backend, lanes, ...), by name, in JSON types.
         retry_errors: generate again what has an error.
 
     Raises:
@@ -87,7 +84,7 @@ class Job:
         self.params = params
         self.results = StdoutResults() if output == "-" else Results(Path(output))
         try:
-            self.seed = self._settle(settings, retry_errors)
+            self.seed = self._agree(settings, retry_errors)
         except BaseException:
             self.results.close()
             raise
@@ -164,7 +161,7 @@ class Job:
         if not rows:
             return
         errors = {}
-        with closing(iterate([row.prompt for row in rows], [self._sampling[row.key] for row in rows])) as results:  # type: ignore[type-var]
+        with closing(iterate([row.prompt for row in rows], [self._sampling[row.key] for row in rows])) as results:
             for index, completion in results:
                 row = rows[index]
                 unit = (row.key, completion.sample)
@@ -191,12 +188,10 @@ class Job:
         n = self._sampling[row.key].n if row.key in self._sampling else 1
         return [(row.key, sample) for sample in range(n)]
 
-    def _settle(self, settings: Mapping[str, Any], retry_errors: bool) -> int:
+    def _agree(self, settings: Mapping[str, Any], retry_errors: bool) -> int:
         """Compare with what lies beside the output, mend the output, and return the run's seed."""
         given, results = self.params.seed, self.results
-        # Greedy with no seed is repeatable, also under a policy that draws.
-        greedy = self.params.temperature is not None and self.params.temperature < GREEDY_BELOW
-        seed = given % (1 << 64) if given is not None else 0 if greedy else secrets.randbits(64)
+        seed = effective_seed(given, None, 0, Sampling.resolve(self.params, {}).greedy)
         if isinstance(results, StdoutResults):
             return seed
         sampling = {name: value for name, value in dataclasses.asdict(self.params).items() if name != "seed"}

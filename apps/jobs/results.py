@@ -102,10 +102,10 @@ class Results:
             try:
                 if fcntl is not None:
                     fcntl.flock(fd, fcntl.LOCK_EX)  # before it has the name, so that no other run comes between
-                kept = 0
+                size = 0
                 for line in self._lines():
                     if line.strip() and not _unit(parse_object(line))[1]:
-                        kept += write_all(fd, line)
+                        size += write_all(fd, line)
                 os.fsync(fd)
                 if fcntl is None:  # Windows replaces no open file
                     self._close()
@@ -115,7 +115,7 @@ class Results:
                 new.unlink(missing_ok=True)
                 raise
         self._close()
-        self._fd, self._size = fd, kept
+        self._fd, self._size = fd, size
         self.done = {unit: failed for unit, failed in self.done.items() if not failed}
 
     def close(self) -> None:

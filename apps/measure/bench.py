@@ -16,13 +16,8 @@ from typing import Any
 
 import torch
 
-from ringkv.engine.config import RingConfig
-from ringkv.engine.cost import slot_bytes, weight_bytes
-from ringkv.engine.engine import Engine
-from ringkv.engine.memory import settle
-from ringkv.engine.runner import Runner
+from ringkv.engine import Engine, ModelConfig, RingConfig, Runner, settle, step_bytes
 from ringkv.errors import RingkvError, check_int
-from ringkv.models.config import ModelConfig
 
 
 @dataclass
@@ -54,7 +49,7 @@ class Clock:
 
 
 def seconds(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """How long an action takes, by a clock."""
+    """How many seconds an action takes by a clock."""
     start = clock()
     action()
     return clock() - start
@@ -77,7 +72,7 @@ def copy_bandwidth(device: torch.device, size: int | None = None, tries: int = 1
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let ``peak_bytes`` begin anew, where the system allows it: on a GPU, and on Linux."""
+    """Start ``peak_bytes`` again from what is held now, where the system allows it: on a GPU, and on Linux."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -86,7 +81,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The most that was taken of the GPU's memory, or resident of this whole process; None where it is not told."""
+    """The most bytes taken of the GPU's memory, or resident in this process; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # On Linux getrusage counts what the parent had when it started this process, and never forgets.
@@ -102,7 +97,7 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def machine() -> dict[str, Any]:
-    """What was measured on."""
+    """The machine that the figures come from."""
     return {"cpu": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
@@ -197,13 +192,14 @@ class Bench:
             RingkvError: one that the memory cannot hold.
         """
         model, rows = engine.model, []
+        sizes = model.dtype.itemsize, model.weight_dtype.itemsize
         for ring, lanes in itertools.product(self.rings, self.lanes):
             settle(model.config, ring, lanes, model.dtype, model.device, loaded=True)
         for ring in self.rings:
             entered = self.prompt if self.prompt < ring.capacity else ring.budget_tokens
             slots = min(ring.capacity, entered + self.tokens)
             for lanes in self.lanes:
-                read = step_bytes(engine, lanes, lanes * model.config.layers * slots)
+                read = step_bytes(model.config, lanes, lanes * model.config.layers * slots, *sizes)
                 rows.append(_named(ring, lanes) | {"step_bytes": read} | _floor(read, bandwidth))
         return rows
 
@@ -232,7 +228,8 @@ class Bench:
             reset_peak(own.model.device)
             decode(own, ids[:8], 2)  # warms up
             run = decode(own, ids, self.tokens)
-            moved = step_bytes(own, lanes, int(own.ring.spans.sum()))
+            sizes = own.model.dtype.itemsize, own.model.weight_dtype.itemsize
+            moved = step_bytes(own.model.config, lanes, int(own.ring.spans.sum()), *sizes)
             figures = _named(ring, lanes) | {"step_bytes": moved} | _floor(moved, bandwidth)
             figures |= speeds(run.prefill_ms[0], len(ids) / statistics.median(run.prefill_ms), run.step_ms, lanes)
             figures |= {
@@ -243,13 +240,6 @@ class Bench:
                 "held_bytes": sum(own.plan().values()),
             }
         return figures, run
-
-
-def step_bytes(engine: Engine, lanes: int, slots: int) -> int:
-    """Bytes that a step reads: each weight once, and the keys and values of ``slots`` slots, all layers and lanes."""
-    model = engine.model
-    weights = weight_bytes(model.config, lanes, model.weight_dtype.itemsize)
-    return weights + slots * slot_bytes(model.config, model.dtype.itemsize) // model.config.layers
 
 
 def speeds(first_ms: float, prompt_per_ms: float, step_ms: Sequence[float], lanes: int) -> dict[str, float]:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from ringkv.apps.measure.bench import Clock, Run, speeds
-from ringkv.engine.engine import Engine
+from ringkv.engine import Engine, open_checkpoint
 from ringkv.errors import RingkvError
-from ringkv.models.weights import open_checkpoint
 
 PEERS = ("transformers",)
 
@@ -54,22 +53,24 @@ def load_peer(model: str, device: torch.device, dtype: torch.dtype, revision: st
     return loaded.to(device).eval()
 
 
-def compare(engine: Engine, peer: Any, prompt: Sequence[int], runs: Mapping[int, Run]) -> Iterator[dict[str, Any]]:
+def compare(engine: Engine, peer: Any, prompt: Sequence[int], runs: Mapping[int, Run]) -> list[dict[str, Any]]:
     """The peer's figures over the same token ids as runs of an engine, a row for each.
 
     Args:
-        engine: whose threads are used.
+        engine: waits meanwhile; the peer gets its threads.
         peer: what ``load_peer`` gave.
         prompt: what the runs read.
         runs: by number of lanes.
     """
-    with engine._limits():
+    rows = []
+    with engine.alone():
         for lanes, run in runs.items():
             ids = torch.tensor([[*prompt, *drawn[:-1]] for drawn in run.tokens], device=peer.device)
             peer_times(peer, ids[:, : len(prompt) + 2], len(prompt))  # warms up
             first, *steps = peer_times(peer, ids, len(prompt))
             named = {"peer": "transformers", "dtype": str(peer.dtype).removeprefix("torch."), "lanes": lanes}
-            yield named | speeds(first, lanes * len(prompt) / first, steps, lanes)
+            rows.append(named | speeds(first, lanes * len(prompt) / first, steps, lanes))
+    return rows
 
 
 @torch.inference_mode()
@@ -101,7 +102,7 @@ def peer_times(model: Any, ids: Tensor, prompt: int, cache: Any = None) -> list[
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """transformers reports on every load, and would not be heard here."""
+    """Silence the progress and the warnings that transformers prints whenever it loads a model."""
     import transformers
 
     level = transformers.logging.get_verbosity()

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ringkv.engine.config import LANE_LIMIT, RingConfig
-from ringkv.engine.loading import placed
-from ringkv.engine.memory import PROMPT, Planner, free_memory, parse_size, settle
+from ringkv.engine import (
+    LANE_LIMIT,
+    ModelConfig,
+    Planner,
+    RingConfig,
+    free_memory,
+    open_config,
+    parse_size,
+    placed,
+    settle,
+)
 from ringkv.errors import RingkvError, check_count, check_int
-from ringkv.models.config import ModelConfig
-from ringkv.models.weights import open_config
 
 FULL_CACHES = (4096, 32768, 131072)  # tokens
 _MOST = 1 << 24  # the budget that is looked for
@@ -21,7 +27,7 @@ def estimate(
     ring: RingConfig,
     lanes: int | str = 1,
     *,
-    prompt: int = PROMPT,
+    prompt: int,
     memory: str | None = None,
     device: str = "auto",
     dtype: str = "auto",

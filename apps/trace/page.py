@@ -129,14 +129,14 @@ def _parts(trace: Trace, first: int) -> list[tuple[str, list[tuple[str, str, str
 def _retention(trace: Trace) -> list[dict[str, Any]]:
     """A bar a layer, 60 high: what retention let in of the prompt, and what was left after the eviction at prefill."""
     n = trace.prompt_tokens
-    kept = trace.live(n)[:, 0].sum(-1)
+    counts = trace.live(n)[:, 0].sum(-1)
     return [
         {
             "retained": round(60 * retained / n, 2),
             "kept": round(60 * int(left) / n, 2),
             "title": f"layer {layer}: {retained} of {n} let in, {int(left)} in the ring after prefill",
         }
-        for layer, (retained, left) in enumerate(zip(trace.retained, kept, strict=True))
+        for layer, (retained, left) in enumerate(zip(trace.retained, counts, strict=True))
     ]
 
 

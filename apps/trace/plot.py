@@ -67,7 +67,7 @@ def draw(trace: Trace, path: str | Path) -> None:
     image = over_time.imshow(share, extent=(0, seen, seen + 0.5, prompt - 0.5), **style)
     by_layer.imshow(_by_layer(trace), extent=(0, seen, layers - 0.5, -0.5), **style)
     over_time.set_title(
-        f"What the ring remembered: {trace.model[-40:]}, {trace.policy.split(':')[0]}, budget {trace.budget}, "
+        f"What the ring remembered: {trace.model[-40:]}, {trace.policy_name}, budget {trace.budget}, "
         f"window {trace.window}",
         loc="left",
         color=_INK,

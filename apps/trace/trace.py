@@ -14,10 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ringkv.engine.completion import Completion
-from ringkv.engine.engine import Engine
-from ringkv.engine.record import DROPPED, LIVE, PREFILL, Record
-from ringkv.engine.spec import describe
+from ringkv.engine import DROPPED, LIVE, PREFILL, Completion, Engine, Record, describe
 from ringkv.errors import RingkvError
 from ringkv.files import write_whole
 
@@ -75,6 +72,11 @@ class Trace(Record):
             finish_reason=done.finish_reason,
             repetition=done.repetition,
         )
+
+    @property
+    def policy_name(self) -> str:
+        """The policy without its fields; one of the user's own has a colon in its name."""
+        return self.policy.rpartition(":")[0] if "=" in self.policy else self.policy
 
     def loop(self) -> tuple[int, int] | None:
         """Where the loop stands last, as a span of positions; None if there is none."""

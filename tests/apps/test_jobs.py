@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from ringkv.apps.jobs.job import Job, Status
 from ringkv.apps.jobs.rows import read_rows, row_seed
 from ringkv.engine.completion import Completion
 from ringkv.errors import RingkvError
+
+Results = Generator[tuple[int, Completion], None, None]
 
 SETTINGS = {"model": "fake", "ring": {"budget": 96, "window": 64}, "lanes": 4}
 PARAMS = SamplingParams(seed=3, max_tokens=10)
@@ -63,7 +65,7 @@ class FakeEngine:
         self.asked: list[Any] = []
         self.closed = False
 
-    def iterate(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> Iterator[tuple[int, Completion]]:
+    def iterate(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> Results:
         units = [
             (index, sample)
             for index, each in enumerate(params)

@@ -305,3 +305,17 @@ def test_an_error_in_the_middle_leaves_the_trace_so_far():
     assert done.finish_reason == Trace.of(engine, done).finish_reason == "error"
     assert done.trace.seen == 120 + len(done.token_ids) - 1
     assert (done.trace.taken == LIVE).any()
+
+
+@pytest.mark.parametrize(
+    "policy, name",
+    [
+        ("h2o", "h2o"),
+        ("rkv:lam=0.1,kernel=7", "rkv"),
+        ("mine:Newest", "mine:Newest"),
+        ("a.mine:Newest:shift=0.5", "a.mine:Newest"),
+    ],
+)
+def test_the_name_of_a_policy_is_told_without_its_fields(policy, name):
+    told = Trace.policy_name.fget(SimpleNamespace(policy=policy))
+    assert told == name

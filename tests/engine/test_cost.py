@@ -29,7 +29,7 @@ def test_a_step_on_a_full_ring_reads_what_the_plan_holds(name, lanes):
         idle = model.moe.experts - min(model.moe.experts, lanes * model.moe.experts_per_token)
         unread += len(model.moe.layers) * idle * 3 * model.hidden_size * model.moe.intermediate_size * 2
     held = plan.weights_bytes + plan.tables["k"].bytes + plan.tables["v"].bytes
-    assert step_bytes(model, lanes, ring.capacity, 2) == held - unread
+    assert step_bytes(model, lanes, lanes * model.layers * ring.capacity, 2) == held - unread
     assert slot_bytes(model, 2) == plan.token_bytes
 
 

@@ -1,0 +1,95 @@
+"""``ringkv generate`` with one prompt: its text on stdout as it comes, its figures on stderr."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from ringkv.apps.console import print_json, print_stats, summary
+from ringkv.apps.options import Options, check_output, interrupt_cancels, read_text
+from ringkv.apps.trace.trace import Trace
+from ringkv.engine import Completion, Engine, SamplingParams
+from ringkv.errors import RingkvError
+
+Messages = list[dict[str, str]]
+
+
+def run_prompt(
+    options: Options,
+    params: SamplingParams,
+    prompt: str | None,
+    prompt_file: Path | None,
+    *,
+    lanes: int | str,
+    json: bool,
+    trace: Path | None,
+) -> int:
+    """Generate from one prompt, and show what comes of it.
+
+    Args:
+        prompt: the text, or - for stdin; else ``prompt_file`` holds it.
+        json: show completions as JSON alone.
+        trace: where the trace of the one sample goes.
+
+    Returns:
+        The exit code: 0, 1 where the generation failed, 130 after an interrupt.
+
+    Raises:
+        RingkvError: a prompt, a file or an option that is refused; nothing was generated.
+    """
+    if trace is not None:
+        check_output("--trace", trace, prompt_file)
+        if params.n > 1:
+            raise RingkvError(f"--trace: it records one sample; accepted is -n 1, not {params.n}")
+    messages = _messages(options, read_text(prompt, prompt_file, "--prompt-file"))
+    with options.engine(lanes) as engine, interrupt_cancels(engine) as interrupted:
+        if params.n > 1:
+            samples = engine.generate(messages, params, raw=options.raw)
+            results = samples if isinstance(samples, list) else [samples]
+        else:
+            results = [_stream(engine, messages, params, options.raw, shown=not json, trace=trace)]
+    for done in results:
+        _finish(done, options, json, shown=params.n == 1)
+    if interrupted:
+        return 130
+    return 1 if any(done.finish_reason == "error" for done in results) else 0
+
+
+def _messages(options: Options, text: str) -> str | Messages:
+    """What an engine gets: the text, or with a system message a conversation."""
+    if not (options.raw or text.strip()):
+        raise RingkvError.bad("prompt", text, "a text with words, or any with --raw")
+    if options.system is None:
+        return text
+    if options.raw or not options.system.strip():
+        raise RingkvError.bad("--system", options.system, "none with --raw" if options.raw else "a text with words")
+    return [{"role": "system", "content": options.system}, {"role": "user", "content": text}]
+
+
+def _stream(
+    engine: Engine, messages: str | Messages, params: SamplingParams, raw: bool, *, shown: bool, trace: Path | None
+) -> Completion:
+    """One sample, its answer on stdout as it comes where it is to be shown, its trace saved where one is wanted."""
+    for event in engine.stream(messages, params, raw=raw, trace=trace is not None):
+        if shown and event.channel == "answer":
+            typer.echo(event.text, nl=False)
+            sys.stdout.flush()
+    done = event.completion
+    assert done is not None  # the last event carries it
+    if trace is not None and done.trace is not None:
+        Trace.of(engine, done).save(trace)
+    return done
+
+
+def _finish(done: Completion, options: Options, json: bool, shown: bool) -> None:
+    """The JSON, or what is not shown of the text; then the summary or the table on stderr."""
+    if json:
+        print_json(done.to_dict())
+    else:
+        typer.echo("" if shown else done.text)
+    if options.stats:
+        print_stats(done)
+    elif not options.quiet:
+        typer.echo(summary(done), err=True)

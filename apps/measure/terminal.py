@@ -1,0 +1,96 @@
+"""``ringkv bench`` and ``ringkv score`` at a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from ringkv.apps.console import print_json, stdout
+from ringkv.apps.measure import peer
+from ringkv.apps.measure.bench import Bench, copy_bandwidth, machine
+from ringkv.apps.measure.score import score_text
+from ringkv.apps.options import Options, listed, number
+from ringkv.engine import size
+
+
+def run_bench(
+    options: Options, budgets: str, lanes: str, policies: str, *, tokens: Any, prompt: Any, compare: str | None
+) -> None:
+    """Measure every combination of lists, as ``listed`` reads them; the last line is JSON.
+
+    Args:
+        policies: a semicolon parts them where one has a colon, else a comma.
+        compare: a peer that reads the same tokens, or None.
+
+    Raises:
+        RingkvError: what is not accepted, or does not fit the memory.
+    """
+    if compare is not None:
+        peer.check_peer(compare)
+    each = [
+        dataclasses.replace(options, budget=number(budget), policy=policy)
+        for budget in listed(budgets)
+        for policy in listed(policies, ";" if set(policies) & set(":;") else ",")
+    ]
+    numbers: list[Any] = [number(count) for count in listed(lanes)]
+    wanted = Bench([one.ring() for one in each], numbers, prompt, tokens)
+    rows, runs, peers = [], {}, []
+    with each[0].engine(1) as engine:
+        bandwidth = copy_bandwidth(engine.model.device)
+        cards = wanted.cards(engine, bandwidth)
+        print_cards(cards)
+        for row, run in wanted.rows(engine, bandwidth):
+            rows.append(row)
+            runs[row["lanes"]] = run
+        if compare is not None:
+            loaded = peer.load_peer(options.model, engine.model.device, engine.model.dtype, options.revision)
+            peers = peer.compare(engine, loaded, wanted.ids(engine.model.config), runs)
+        about: dict[str, Any] = {"bench": "ringkv", **engine.about(), "device": str(engine.model.device)}
+    print_bench(rows, peers)
+    about |= {"prompt": prompt, "tokens": tokens, "cards": cards, "rows": rows, "peers": peers}
+    print_json(about | {"machine": machine() | options.given("threads")})
+
+
+def run_score(options: Options, text: str, *, json: bool) -> None:
+    """Print the log-likelihood of a text, in a line or as JSON."""
+    with options.engine(1) as engine:
+        figures = score_text(engine, text, options.seed)
+    if json:
+        print_json(figures)
+    else:
+        nats, perplexity = figures["nll_per_token"], figures["perplexity"]
+        typer.echo(f"{nats:.4f} nats a token, perplexity {perplexity:.2f}, {figures['tokens']} tokens")
+
+
+def print_cards(rows: list[dict[str, Any]]) -> None:
+    """What a step must read and the least time of that, on stdout."""
+    table = Table("policy", "budget", "lanes", "MB a step", "copy GB/s", "floor ms", box=None, pad_edge=False)
+    for row in rows:
+        cost = (row["step_bytes"] / 1e6, row["bandwidth_gb_s"], row["floor_ms"])
+        table.add_row(*_which(row), *(f"{value:.1f}" for value in cost))
+    stdout().print(table)
+
+
+def print_bench(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> None:
+    """What was measured, on stdout."""
+    speeds = ("prefill tok/s", "first ms", "early ms", "late ms", "tok/s")
+    head = ("policy", "budget", "lanes", *speeds, "GB/s", "of floor", "evicted", "peak")
+    table = Table(*head, box=None, pad_edge=False)
+    for row in rows:
+        measured = (f"{row['achieved_gb_s']:.1f}", f"{row['floor_share']:.0%}", str(row["evictions"]))
+        peak = "" if row["peak_bytes"] is None else size(row["peak_bytes"])
+        table.add_row(*_which(row), *_speeds(row), *measured, peak)
+    for row in peers:
+        table.add_row(f"{row['peer']} {row['dtype']}", "", str(row["lanes"]), *_speeds(row))
+    stdout().print(table)
+
+
+def _which(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["policy"], str(row["budget"]), str(row["lanes"])
+
+
+def _speeds(row: dict[str, Any]) -> list[str]:
+    return [f"{row[name]:.1f}" for name in ("prefill_tok_s", "first_token_ms", "early_ms", "late_ms", "tok_s")]
