@@ -55,8 +55,9 @@ class Prompts:
             self.tags = ThoughtTags.detect(tokenizer.chat_template, tokenizer.control_tokens)
         self.endings = ending_tokens(config.eos_ids, generation_config, tokenizer, self.template)
         self.eos_ids = frozenset(self.endings)
-        # Ids that may be drawn; the rest of a padded vocabulary never is.
+        # Ids that may be drawn; the rest of a padded vocabulary never is, nor what no token has.
         self.vocabulary = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.size)
+        self.holes = frozenset() if tokenizer is None else tokenizer.holes
 
     @staticmethod
     def is_batch(prompts: object) -> bool:
@@ -177,6 +178,8 @@ class Prompts:
             for id in ids:
                 if id >= self.vocabulary:
                     raise RingkvError.bad(f"{field}: token id", id, f"0 to {self.vocabulary - 1}")
+                if id in self.holes:
+                    raise RingkvError.bad(f"{field}: token id", id, "the id of a token; none has this one")
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
 
     def _need_tokenizer(self) -> Tokenizer:

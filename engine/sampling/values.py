@@ -117,6 +117,7 @@ class Sampler:
         self._columns: dict[str, Tensor] = {}
         self._prompt = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._bias: Tensor | None = None
+        self._forbidden: list[int] = []
         self._in_prompt: Tensor | None = None
         self._in_output: Tensor | None = None
         self._ending: Tensor | None = None
@@ -139,6 +140,13 @@ class Sampler:
         """The most likely tokens that any lane wants reported; None if no lane does."""
         wanted = [values["logprobs"] for values in self._lanes if values["logprobs"] is not None]
         return max(wanted, default=None)
+
+    def forbid(self, ids: Iterable[int]) -> None:
+        """Never draw these ids in any lane: their bias is -inf, whatever a request's is."""
+        self._forbidden = sorted(id for id in ids if id < self.vocabulary)
+        if self._forbidden:
+            self._bias = self._table(self._bias, torch.float32)
+            self._bias[:, self._forbidden] = -torch.inf
 
     def set(self, lane: int, sampling: Sampling, prompt: Sequence[int] = (), ending: Iterable[int] = ()) -> None:
         """What a lane samples with from now on.
@@ -163,6 +171,7 @@ class Sampler:
         if self._bias is not None:
             for token, value in (values["logit_bias"] or {}).items():
                 self._bias[lane, token] = value
+            self._bias[lane, self._forbidden] = -torch.inf
         if self._in_prompt is not None:
             self._in_prompt[lane, self._ids(prompt)] = True
         if self._ending is not None:

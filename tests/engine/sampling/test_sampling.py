@@ -6,12 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models
 
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams
 from ringkv.engine.sampling.values import DEFAULTS, Sampler, Sampling
 from ringkv.kernels.philox import TOKEN, to_uniform
 from ringkv.kernels.table import philox
+from ringkv.models.tokenizer import Tokenizer
 from rings import make_ring
 from scripted import byte_tokenizer
 from tiny import tiny_config, tiny_decoder, tiny_weights
@@ -88,6 +91,50 @@ def test_ids_beyond_the_tokenizer_are_never_drawn(temperature):
     done = engine.generate([1, 2], params.replace(on_repetition="ignore"))
     assert max(done.token_ids) < tokenizer.size
     assert len(done.token_ids) == 200
+
+
+def with_holes():
+    """Two of three ids below 60 are a token's; behind them an empty word, and a control token."""
+    words = {chr(0x100 + id): id for id in range(60) if id % 3} | {"": 60, "<|im_end|>": 61}
+    backend = tokenizers.Tokenizer(models.BPE(words, []))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_end|>"])
+    return Tokenizer(backend, special_tokens={"eos_token": "<|im_end|>"})
+
+
+HOLES = {*range(0, 60, 3), 60}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])
+@pytest.mark.parametrize("static", [False, True])
+def test_ids_that_no_token_has_are_never_drawn(temperature, static, cpu_path):
+    """What is drawn does not depend on their rows of the head, which would win every draw."""
+    params = SamplingParams(temperature=temperature, top_p=1, seed=1, max_tokens=50, ignore_eos=True)
+    biased = params.replace(on_repetition="ignore", logit_bias={1: 2.0})
+    drawn = []
+    for loud in (False, True):
+        config = tiny_config(vocab_size=100, layers=1)
+        decoder = tiny_decoder(config, tiny_weights(config, torch.float32))
+        engine = Engine(decoder, with_holes(), ring=RING, lanes=2, backend=cpu_path)
+        if static:
+            engine._runner.sampler = Sampler(2, engine.prompts.vocabulary, torch.device("cpu"), static=True)
+            engine._runner.sampler.forbid(engine.prompts.holes)
+        if loud:
+            engine.model.head.weight[sorted(HOLES)] *= 1000
+        done = engine.generate([[1, 2], [1, 4], [1, 5]], [biased, params.replace(on_repetition="ignore"), biased])
+        drawn.append([each.token_ids for each in done])
+    assert drawn[0] == drawn[1]
+    every = {id for ids in drawn[0] for id in ids}
+    assert not every & HOLES
+    assert max(every) < 62
+    assert len(every) > (25 if temperature else 0)
+
+
+def test_what_no_token_has_cannot_be_asked_for():
+    engine = engine_of(tokenizer=with_holes())
+    for params in ({"logit_bias": {3: 1.0}}, {"stop_token_ids": [3]}):
+        with pytest.raises(RingkvError, match=r": token id = 3: accepted is the id of a token; none has this one"):
+            engine.generate([1], SamplingParams(**params))
 
 
 def test_noise_is_that_of_its_position_whoever_runs_beside():
