@@ -335,10 +335,10 @@ def test_state_named_twice():
 
 
 def test_readme_example(table):
-    """The example under "Add your own policy" runs, and its ring is one to generate with."""
+    """The example under "Your own policy" runs, and its ring is one to generate with."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    block = re.search(r"^#+ Add your own policy$.*?^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
-    assert block, "README.md: no python block under 'Add your own policy'"
+    block = re.search(r"^#+ Your own policy$.*?^```python\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE)
+    assert block, "README.md: no python block under 'Your own policy'"
     names: dict[str, object] = {"__name__": "readme"}
     exec(compile(block[1], "README.md", "exec", dont_inherit=True), names)
     (name,) = set(POLICIES) - set(table_before := [row["name"] for row in policy_table()][:11])
