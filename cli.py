@@ -127,7 +127,7 @@ def _run_file(
 
     from ringkv.apps.console import job_progress, job_summary
     from ringkv.apps.jobs.job import Job
-    from ringkv.engine.loading import place_of
+    from ringkv.engine.loading import resolve_device
     from ringkv.kernels.backend import resolve
 
     if options.system is not None:
@@ -137,7 +137,7 @@ def _run_file(
             why = "with --input it would hang on the memory that is free when a run is resumed"
             raise RingkvError(f"{name} = 'auto': {why}; accepted is an int >= 1")
     # What "auto" is here: a run that is resumed where the compiler or the GPU is gone would write other tokens.
-    backend = resolve(options.backend, place_of(options.device), torch.float32)
+    backend = resolve(options.backend, resolve_device(options.device), torch.float32)
     settings = dataclasses.asdict(options) | {"lanes": lanes, "backend": backend}
     for name in ("seed", "stats", "quiet", "debug", "threads", *SAMPLING_FIELDS):
         settings.pop(name, None)

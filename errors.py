@@ -1,4 +1,4 @@
-"""The one exception a caller needs to catch."""
+"""The one exception a caller needs to catch, and how its message tells an amount of memory."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ class RingkvError(ValueError):
         'window = 0: accepted is an int >= 1'
         """
         return cls(f"{field} = {given!r}: accepted is {accepted}")
+
+
+def size(count: float) -> str:
+    """Bytes for a person: "1.25 GiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"

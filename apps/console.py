@@ -15,7 +15,7 @@ from rich.table import Table
 from ringkv.apps.jobs.job import Status
 from ringkv.apps.trace.trace import Trace, spread
 from ringkv.engine.completion import Completion
-from ringkv.engine.memory import size
+from ringkv.errors import size
 
 
 def _stdout() -> Console:

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from ringkv import Engine, RingConfig
-from ringkv.apps.measure.bench import Clock, copy_bandwidth, peak_bytes, reset_peak, step_bytes
+from ringkv.apps.measure.bench import Clock, copy_bandwidth, peak_bytes, reset_peak
 from ringkv.apps.measure.peer import load_peer, peer_times
 from ringkv.bench import lanes, llama
 from ringkv.bench.common import finish, note, table, timed
-from ringkv.engine.memory import LiveBytes, Planner
+from ringkv.engine.cost import bytes_read
+from ringkv.engine.live_bytes import LiveBytes
+from ringkv.engine.memory import Planner
 from ringkv.models.decoder import Decoder, Mlp
 
 PROMPT, BUDGET, AROUND, PASSES = 64, 512, 96, 24
@@ -185,7 +187,7 @@ def main() -> None:
     for name, times in peers.items():
         rows += [[name, *(f"{times[seen][1]:.1f}" for seen in lengths), f"{times[prompt][0] / 1e3:.2f}"]]
     note(table(["ms a token after", *map(str, lengths), f"prefill of {prompt}, s"], rows))
-    moved = step_bytes(engine, 1, int(engine.ring.spans.sum()))
+    moved = bytes_read(engine.model, 1, int(engine.ring.spans.sum()))
     achieved = moved / run.around(long) / 1e6
     note(f"{achieved:.1f} GB/s in a step, {bandwidth / 1e9:.1f} in a copy")
     note(

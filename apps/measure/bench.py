@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ringkv.engine.config import RingConfig, check_int
-from ringkv.engine.cost import slot_bytes, weight_bytes
+from ringkv.engine.cost import bytes_read
 from ringkv.engine.engine import Engine
 from ringkv.engine.memory import settle
 from ringkv.engine.runner import Runner
@@ -203,7 +203,7 @@ class Bench:
             entered = self.prompt if self.prompt < ring.capacity else ring.kept
             slots = min(ring.capacity, entered + self.tokens)
             for lanes in self.lanes:
-                read = step_bytes(engine, lanes, lanes * model.config.layers * slots)
+                read = bytes_read(model, lanes, lanes * model.config.layers * slots)
                 rows.append(_named(ring, lanes) | {"step_bytes": read} | _floor(read, bandwidth))
         return rows
 
@@ -232,7 +232,7 @@ class Bench:
             reset_peak(own.model.device)
             decode(own, ids[:8], 2)  # warms up
             run = decode(own, ids, self.tokens)
-            moved = step_bytes(own, lanes, int(own.ring.spans.sum()))
+            moved = bytes_read(own.model, lanes, int(own.ring.spans.sum()))
             figures = _named(ring, lanes) | {"step_bytes": moved} | _floor(moved, bandwidth)
             figures |= speeds(run.prefill_ms[0], len(ids) / statistics.median(run.prefill_ms), run.step_ms, lanes)
             figures |= {
@@ -243,13 +243,6 @@ class Bench:
                 "held_bytes": sum(own.plan().values()),
             }
         return figures, run
-
-
-def step_bytes(engine: Engine, lanes: int, slots: int) -> int:
-    """Bytes that a step reads: each weight once, and the keys and values of ``slots`` slots, all layers and lanes."""
-    model = engine.model
-    weights = weight_bytes(model.config, lanes, model.weight_dtype.itemsize)
-    return weights + slots * slot_bytes(model.config, model.dtype.itemsize) // model.config.layers
 
 
 def speeds(first_ms: float, prompt_per_ms: float, step_ms: Sequence[float], lanes: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ringkv.apps.measure.bench import Clock, Run, speeds
 from ringkv.engine.engine import Engine
 from ringkv.errors import RingkvError
-from ringkv.models.weights import open_checkpoint
+from ringkv.models.checkpoints.open import open_checkpoint
 
 PEERS = ("transformers",)
 
