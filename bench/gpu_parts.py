@@ -17,8 +17,9 @@ from ringkv.engine.config import RingConfig, SamplingParams
 from ringkv.engine.graph import GraphRunner, capture
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler, Sampling
+from ringkv.engine.sampling.values import Sampling
 from ringkv.kernels.advance import commit
 from ringkv.kernels.append import append, record, value_range
 from ringkv.kernels.attention import decode_attention

@@ -25,8 +25,8 @@ from ringkv.engine.config import RingConfig
 from ringkv.engine.retention import Retention
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.errors import RingkvError
 from ringkv.kernels.silu import silu_mul
 from ringkv.models.config import ModelConfig

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from ringkv.engine.retention import last_attention
 from ringkv.engine.ring.storage import Ring
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.advance import commit
 from ringkv.kernels.prefill_attention import causal_attention
 from ringkv.models.decoder import Decoder, Layer

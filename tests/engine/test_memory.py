@@ -12,8 +12,8 @@ from ringkv import Engine, RingConfig, RingkvError
 from ringkv.engine import memory as plan
 from ringkv.engine.memory import LiveBytes, Planner, free_memory, parse_size, settle
 from ringkv.engine.policies import POLICIES
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.backend import use
 from ringkv.models.config import MoeConfig
 from ringkv.models.decoder import Decoder
