@@ -22,8 +22,8 @@ from ringkv.engine.live_bytes import LiveBytes
 from ringkv.engine.retention import Retention
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.errors import RingkvError, size
 from ringkv.kernels.table import silu_mul
 from ringkv.models.config import ModelConfig

@@ -11,7 +11,7 @@ from ringkv.engine.sampling.values import Sampling
 from ringkv.engine.text.encoding import IncrementalDecoder
 from ringkv.engine.text.repetition import Repetition, RepetitionDetector
 from ringkv.engine.text.stops import StopStrings
-from ringkv.engine.text.thoughts import ANSWER, TAG, THINKING, ThoughtCounter, ThoughtSplitter, ThoughtTags
+from ringkv.engine.text.thoughts import ANSWER, THINKING, ThoughtSplitter, ThoughtTags
 
 
 @dataclass
@@ -73,9 +73,7 @@ class Generation:
         self.started = self.first = time.monotonic()
         self._stops = StopStrings(values["stop"])
         self._detector = self._new_detector()
-        self._length = 0  # characters of the text so far, tags and what is held back included
-        self._counter = ThoughtCounter(request.tags, request.inside_thought)
-        self._splitter = None if request.tags is None else ThoughtSplitter(request.tags, request.inside_thought)
+        self._splitter = ThoughtSplitter(request.tags, request.inside_thought)
 
     @property
     def room(self) -> int:
@@ -90,7 +88,7 @@ class Generation:
     @property
     def channel(self) -> str:
         """Where the text is now: "thinking" or "answer"."""
-        return THINKING if self._counter.inside else ANSWER
+        return self._splitter.channel
 
     @property
     def repetition(self) -> Repetition | None:
@@ -122,8 +120,8 @@ class Generation:
         text, hit = self._stops.push(self._read(token, forced))
         if hit is not None:
             self.finish_reason, self.stop_reason = "stop", hit
-            return self._split(text, last=True)
-        pieces = self._split(text)
+            return self._keep(self._splitter.flush(len(text)))
+        pieces = self._keep(self._splitter.show(len(text)))
         if not forced:
             self._watch(token)
         if self.finish_reason is None and self.room <= 0:
@@ -133,10 +131,11 @@ class Generation:
     def flush(self) -> list[tuple[str, str]]:
         """What was held back, when nothing follows."""
         rest = self.decoder.flush() if self.decoder else ""
+        self._splitter.push(None, rest, counted=False)
         text, hit = self._stops.push(rest)
         if hit is not None and self.stop_reason is None:
             self.finish_reason, self.stop_reason = "stop", hit
-        return self._split(text + self._stops.flush(), last=True)
+        return self._keep(self._splitter.flush(len(text + self._stops.flush())))
 
     def cancel(self) -> None:
         """End the request where it is."""
@@ -151,13 +150,12 @@ class Generation:
         limit, seen = self.request.position_limit, len(self.request.ids) + len(self.tokens)
         past = f"{seen} tokens were seen; the model was made for {limit} (max_position_embeddings)"
         open_thought = "it ended inside the thought: there is no answer"
-        unanswered = self._counter.inside and self.error is None
+        unanswered = self.channel == THINKING and self.error is None
         return [*self.request.warnings, *([past] if seen > limit else []), *([open_thought] if unanswered else [])]
 
     def counts(self) -> tuple[int, int]:
         """Tokens of the thought and of the answer, without tags and closing messages."""
-        self._counter.flush()
-        return self._counter.thinking_tokens, self._counter.answer_tokens
+        return self._splitter.thinking_tokens, self._splitter.answer_tokens
 
     def timing(self) -> dict[str, float]:
         """Seconds, and tokens a second of decode."""
@@ -170,24 +168,15 @@ class Generation:
         }
 
     def _read(self, token: int, forced: bool) -> str:
-        """The text of a token; counts it, and marks it where it is a tag."""
-        text = self.decoder.push(token) if self.decoder else ""
-        tags = self.request.tags
-        message = forced and tags is not None and token != tags.close_id
-        kind = THINKING if message else self._counter.push(token, text)
-        if kind == TAG and tags is not None and self._splitter is not None and tags.ids is not None:
-            tag = tags.open if token == tags.open_id else tags.close
-            if self.decoder and not text.endswith(tag):  # a tokenizer may print nothing for its tags
-                text += self.decoder.flush() + tag
-            self._splitter.mark(self._length + len(text) - len(tag), token)
-        self._length += len(text)
+        """The text of a token, in which a tag stands even where the tokenizer prints nothing for it."""
+        text, tag = self.decoder.push(token) if self.decoder else "", self._splitter.tag(token)
+        if tag and self.decoder and not text.endswith(tag):
+            text += self.decoder.flush() + tag
+        message = forced and not tag
+        self._splitter.push(token, text, counted=not message)
         return text
 
-    def _split(self, text: str, last: bool = False) -> list[tuple[str, str]]:
-        if self._splitter is None:
-            pieces = [(ANSWER, text)] if text else []
-        else:
-            pieces = self._splitter.push(text) + (self._splitter.flush() if last else [])
+    def _keep(self, pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
         for channel, piece in pieces:
             self.texts[channel] += piece
         return pieces
@@ -199,7 +188,7 @@ class Generation:
             return
         self._found = found
         wanted = self.request.sampling.values["on_repetition"]
-        if wanted == "close_thought" and self._counter.inside and self.request.tags and self.request.tags.ids:
+        if wanted == "close_thought" and self.channel == THINKING and self.request.tags and self.request.tags.ids:
             self.close_thought, self._detector = True, self._new_detector()
         elif wanted != "ignore":
             self.finish_reason = "repetition"

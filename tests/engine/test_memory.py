@@ -15,8 +15,8 @@ from ringkv.engine import memory as plan
 from ringkv.engine.live_bytes import LiveBytes
 from ringkv.engine.memory import Planner, free_memory, settle
 from ringkv.engine.policies import POLICIES
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.backend import use
 from ringkv.models.checkpoints.open import open_checkpoint
 from ringkv.models.checkpoints.state_dict import StateDictCheckpoint

@@ -14,8 +14,8 @@ from ringkv.engine.policies import POLICIES
 from ringkv.engine.ring.evict import evict, evict_due, groups
 from ringkv.engine.ring.storage import SCRATCH_BYTES, Ring
 from ringkv.engine.runner import Runner
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.backend import use
 from ringkv.models.decoder import Decoder
 from tiny import tiny_config

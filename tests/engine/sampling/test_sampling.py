@@ -11,7 +11,8 @@ import torch
 from tokenizers import decoders, models
 
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams
-from ringkv.engine.sampling.values import DEFAULTS, Sampler, Sampling
+from ringkv.engine.sampling.device import Sampler
+from ringkv.engine.sampling.values import DEFAULTS, Sampling
 from ringkv.kernels.philox import TOKEN, to_uniform
 from ringkv.kernels.table import philox
 from ringkv.models.tokenizer import Tokenizer
@@ -138,7 +139,7 @@ def test_what_no_token_has_cannot_be_asked_for():
 
 
 def test_noise_is_that_of_its_position_whoever_runs_beside():
-    """Noise made ahead for many positions is what the request's key and position alone give."""
+    """The request's key and the position alone give the noise of a draw, by Philox; lanes come and go meanwhile."""
     ring = make_ring("streaming", budget=16, window=4, lanes=3)
     sampler = Sampler(3, 1000, torch.device("cpu"))
     sampling = Sampling.resolve(SamplingParams(temperature=1, top_p=1), {})
@@ -163,7 +164,7 @@ def test_noise_is_that_of_its_position_whoever_runs_beside():
         drawn += [(tokens[lane], wanted(lane)) for lane in ring.running]
         lane = int(random.integers(3))
         if step < 150:
-            continue  # nothing comes or goes for longer than noise is made ahead
+            continue  # for a while the lanes only run
         if step % 23 == 0:
             ring.stop(lane)
         elif step % 29 == 1:
