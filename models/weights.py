@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Found = TypeVar("Found")
 ALIAS = "smollm2"
+_ALIAS_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # its model card's; its generation_config.json has none
 _ALIAS_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -88,7 +89,9 @@ def open_checkpoint(model: str | os.PathLike[str], *, revision: str | None = Non
     """
     kind = _kind(model, revision)
     if kind == "alias":
-        return _alias(lambda hub_id: _open_hub(hub_id, None))
+        found = _alias(lambda hub_id: _open_hub(hub_id, None))
+        found.generation_config = {**_ALIAS_SAMPLING, **found.generation_config}
+        return found
     if kind == "hub":
         return _open_hub(os.fspath(model), revision)
     path = Path(model).expanduser()
@@ -119,7 +122,8 @@ def _kind(model: str | os.PathLike[str], revision: str | None) -> str:
     """What a name stands for: alias, hub, folder or gguf."""
     text, path = os.fspath(model), Path(model).expanduser()
     state = _state(path) if text else ""
-    on_hub = not state and path.suffix != ".gguf" and _HUB_ID.fullmatch(text)
+    gguf = path.suffix.lower() == ".gguf"
+    on_hub = not state and not gguf and _HUB_ID.fullmatch(text)
     if revision is not None and not on_hub:
         raise RingkvError(f"revision = {revision!r}: accepted is none: {text} is no hub id")
     if text == ALIAS and not state:
@@ -128,7 +132,7 @@ def _kind(model: str | os.PathLike[str], revision: str | None) -> str:
         return "hub"
     if state == "folder":
         return "folder"
-    if state == "file" and path.suffix == ".gguf":
+    if state == "file" and gguf:
         return "gguf"
     problem = "is neither a folder nor a .gguf file" if state else "does not exist"
     accepted = f"a folder, a .gguf file, {ALIAS!r}, or a hub id such as {_ALIAS_HUB_ID!r}"
@@ -146,7 +150,8 @@ def _state(path: Path) -> str:
 def _open_hub(hub_id: str, revision: str | None) -> Checkpoint:
     from ringkv.models.checkpoints.hub import fetch
 
-    return SafetensorsCheckpoint(fetch(hub_id, revision), hub_id)
+    # Beside it may lie what other programs have downloaded.
+    return SafetensorsCheckpoint(fetch(hub_id, revision), hub_id, alone=False)
 
 
 def _fetch_config(hub_id: str, revision: str | None) -> tuple[str, Mapping[str, Any]]:
