@@ -157,6 +157,7 @@ def test_the_alias_falls_back_to_the_hub(snapshot: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(hub, "fetch", fetch)
         assert open_checkpoint("smollm2").name == "HuggingFaceTB/SmolLM2-135M-Instruct"
+        (snapshot / "generation_config.json").unlink()
         assert open_checkpoint("smollm2").generation_config == CARD
         (snapshot / "generation_config.json").write_text('{"top_p": 0.5, "eos_token_id": 2}')
         assert open_checkpoint("smollm2").generation_config == CARD | {"top_p": 0.5, "eos_token_id": 2}
