@@ -15,6 +15,7 @@ from ringkv.models.keys import read_json, short
 
 Found = TypeVar("Found")
 ALIAS = "smollm2"
+_ALIAS_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # its model card's; its generation_config.json has none
 _ALIAS_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -32,7 +33,9 @@ def open_checkpoint(model: str | os.PathLike[str], *, revision: str | None = Non
     """
     kind = _kind(model, revision)
     if kind == "alias":
-        return _alias(lambda hub_id: _open_hub(hub_id, None))
+        found = _alias(lambda hub_id: _open_hub(hub_id, None))
+        found.generation_config = {**_ALIAS_SAMPLING, **found.generation_config}
+        return found
     if kind == "hub":
         return _open_hub(os.fspath(model), revision)
     path = Path(model).expanduser()
@@ -63,7 +66,8 @@ def _kind(model: str | os.PathLike[str], revision: str | None) -> str:
     """What a name stands for: alias, hub, folder or gguf."""
     text, path = os.fspath(model), Path(model).expanduser()
     state = _state(path) if text else ""
-    on_hub = not state and path.suffix != ".gguf" and _HUB_ID.fullmatch(text)
+    gguf = path.suffix.lower() == ".gguf"
+    on_hub = not state and not gguf and _HUB_ID.fullmatch(text)
     if revision is not None and not on_hub:
         raise RingkvError(f"revision = {revision!r}: accepted is none: {text} is no hub id")
     if text == ALIAS and not state:
@@ -72,7 +76,7 @@ def _kind(model: str | os.PathLike[str], revision: str | None) -> str:
         return "hub"
     if state == "folder":
         return "folder"
-    if state == "file" and path.suffix == ".gguf":
+    if state == "file" and gguf:
         return "gguf"
     problem = "is neither a folder nor a .gguf file" if state else "does not exist"
     accepted = f"a folder, a .gguf file, {ALIAS!r}, or a hub id such as {_ALIAS_HUB_ID!r}"
