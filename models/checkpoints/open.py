@@ -94,7 +94,8 @@ def _state(path: Path) -> str:
 def _open_hub(hub_id: str, revision: str | None) -> Checkpoint:
     from ringkv.models.checkpoints.hub import fetch
 
-    return SafetensorsCheckpoint(fetch(hub_id, revision), hub_id)
+    # Beside it may lie what other programs have downloaded.
+    return SafetensorsCheckpoint(fetch(hub_id, revision), hub_id, alone=False)
 
 
 def _fetch_config(hub_id: str, revision: str | None) -> tuple[str, Mapping[str, Any]]:
