@@ -32,9 +32,10 @@ from ringkv.apps.measure.peer import quiet
 from ringkv.bench.common import finish
 from ringkv.bench.mutations import INDEX, MUTATIONS, make_bases
 from ringkv.errors import RingkvError
+from ringkv.models.checkpoints.open import open_checkpoint
 from ringkv.models.decoder import Decoder, Layer
 from ringkv.models.families import HARMLESS
-from ringkv.models.weights import load_decoder, open_checkpoint
+from ringkv.models.weights import load_decoder
 
 LIMIT_S = 5.0
 REQUIRED = {"factor", "low_freq_factor", "high_freq_factor"}

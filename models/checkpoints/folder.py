@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -14,9 +14,7 @@ from torch import Tensor
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoints.fp8 import SCALE, block_size, dequantize
 from ringkv.models.keys import read_json, short
-
-if TYPE_CHECKING:
-    from ringkv.models.tokenizer import Tokenizer
+from ringkv.models.tokenizer import Tokenizer
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -85,8 +83,6 @@ class SafetensorsCheckpoint:
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the folder; None where there is no tokenizer.json."""
-        from ringkv.models.tokenizer import Tokenizer
-
         return Tokenizer.from_folder(self.folder)
 
     def _part(self, entry: _Entry, name: str, rows: slice | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ringkv.engine.text.repetition
 from ringkv.engine.text.repetition import Repetition, RepetitionDetector
 from ringkv.errors import RingkvError
-from ringkv.models.weights import open_checkpoint
+from ringkv.models.checkpoints.open import open_checkpoint
 
 Report = tuple[int, Repetition]  # how many tokens had been read, and what was said
 

@@ -8,7 +8,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kernel_checks import NoReads
 from ringkv.engine.config import RingConfig
-from ringkv.engine.memory import LiveBytes, Planner
+from ringkv.engine.live_bytes import LiveBytes
+from ringkv.engine.memory import Planner
 from ringkv.engine.policies import POLICIES
 from ringkv.engine.ring.storage import SCRATCH_BYTES, Ring
 from ringkv.engine.runner import Runner

@@ -17,7 +17,8 @@ from huggingface_hub import constants, errors
 
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoints import hub
-from ringkv.models.weights import load_decoder, open_checkpoint, open_config
+from ringkv.models.checkpoints.open import open_checkpoint, open_config
+from ringkv.models.weights import load_decoder
 
 HUB_ID, SHA = "owner/some-model", "0123456789abcdef0123456789abcdef01234567"
 
