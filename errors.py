@@ -1,4 +1,4 @@
-"""The one exception a caller needs to catch, the checks of numbers that raise it, and how it tells memory."""
+"""The one exception a caller needs to catch, the checks that raise it, and how a message tells an amount of memory."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
     from ringkv.engine.cost import bytes_read
     from ringkv.engine.engine import Engine
-    from ringkv.engine.loading import backend_of, resolve_runtime
+    from ringkv.engine.loading import resolve_runtime
     from ringkv.engine.memory import Planner, free_memory, settle
     from ringkv.engine.policies import policy_table
     from ringkv.engine.record import DROPPED, LIVE, PREFILL, Record
@@ -32,7 +32,7 @@ _NAMES = {
     "engine.config": "LANE_LIMIT RingConfig SamplingParams",
     "engine.cost": "bytes_read",
     "engine.engine": "Engine",
-    "engine.loading": "backend_of resolve_runtime",
+    "engine.loading": "resolve_runtime",
     "engine.memory": "Planner free_memory settle",
     "engine.policies": "policy_table",
     "engine.record": "DROPPED LIVE PREFILL Record",
@@ -41,8 +41,8 @@ _NAMES = {
     "engine.seeds": "effective_seed",
     "engine.spec": "describe",
     "engine.text.thoughts": "ANSWER THINKING",
-    "models.config": "ModelConfig",
     "models.checkpoints.open": "open_checkpoint open_config",
+    "models.config": "ModelConfig",
 }
 _HOME = {name: f"ringkv.{module}" for module, names in _NAMES.items() for name in names.split()}
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ringkv.apps.jobs.job import Job, Status
 from ringkv.apps.options import SAMPLING_FIELDS, Options
-from ringkv.engine import SamplingParams, backend_of
+from ringkv.engine import ModelConfig, SamplingParams, open_config, resolve_runtime
 from ringkv.errors import RingkvError
 
 # What tokens do not depend on, and what is recorded apart, with the seed.
@@ -43,7 +43,9 @@ def run_file(
     for name in _NOT_SETTINGS:
         del settings[name]
     # What "auto" is here: a run that is resumed where the compiler or the GPU is gone would write other tokens.
-    settings["backend"] = backend_of(options.model, **options.given("device", "dtype", "backend", "revision"))
+    _, keys = open_config(options.model, revision=options.revision)
+    runtime = resolve_runtime(ModelConfig.from_hf(keys), **options.given("device", "dtype", "backend"))
+    settings["backend"] = runtime.backend
     with Job(input, output, params, settings, retry_errors=retry_errors) as job:
         if not job.missing:
             typer.echo(summary(job.status, output), err=True)

@@ -24,6 +24,7 @@ from ringkv import SamplingParams
 from ringkv.apps.jobs.job import Job, Status
 from ringkv.apps.jobs.rows import read_rows, row_seed
 from ringkv.engine.completion import Completion
+from ringkv.engine.seeds import effective_seed
 from ringkv.errors import RingkvError
 
 Results = Generator[tuple[int, Completion], None, None]
@@ -794,3 +795,17 @@ def test_killed_thirty_times(tmp_path, tiny_checkpoint):
     assert found == tokens(unbroken)
     assert all(line["ringkv"]["error"] is None for line in lines(output))
     assert sum(line["ringkv"]["ring"]["evictions"] for line in lines(output)) > 80
+
+
+@pytest.mark.parametrize("temperature, seed", [(0, 0), (1e-6, 0), (1e-5, None), (None, None)])
+def test_a_greedy_run_without_a_seed_has_the_seed_of_a_greedy_request(tmp_path, temperature, seed):
+    """Oracle: ``effective_seed`` of an engine without a seed: 0 where it is greedy, else drawn."""
+    source = write_rows(tmp_path / "in.jsonl", {"prompt": "Hi"})
+    seeds = []
+    for name in ("a", "b"):
+        run(source, tmp_path / f"{name}.jsonl", SamplingParams(temperature=temperature))
+        seeds.append(json.loads((tmp_path / f"{name}.jsonl.ringkv.json").read_text())["seed"])
+    if seed is None:
+        assert seeds[0] != seeds[1]
+    else:
+        assert seeds == [effective_seed(None, None, 0, greedy=True)] * 2 == [seed] * 2

@@ -35,6 +35,14 @@ def test_a_step_on_a_full_ring_reads_what_the_plan_holds(name, lanes):
     assert slot_bytes(model, 2) == plan.token_bytes
 
 
+def test_packed_weights_are_read_in_two_bytes_and_the_ring_in_four():
+    model = CONFIGS["qwen2, tied"]
+    decoder = Decoder(model, torch.device("meta"), torch.float32, packed=True)
+    tables = Planner(model, torch.float32).plan(RingConfig(40, 8), 3).tables
+    held = weight_bytes(model, 3, 2) + tables["k"].bytes + tables["v"].bytes
+    assert bytes_read(decoder, 3, 3 * model.layers * 48) == held
+
+
 def test_by_hand():
     """Two layers of Qwen3-0.6B's kind, counted on paper."""
     model = tiny_config("qwen3", layers=1, heads=2, kv_heads=1)

@@ -153,6 +153,16 @@ def test_every_parameter_is_set_once(tiny_checkpoint: Callable[..., Path], monke
     assert len({view.data_ptr() for view in decoder.destinations().values()}) == len(reads)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_of_a_packed_decoder_is_read_once(tied: bool, tiny_checkpoint: Callable[..., Path]) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("qwen2", tie_word_embeddings=tied))
+    decoder = Decoder(ModelConfig.from_hf(checkpoint.config), CPU, torch.float32, packed=True)
+    read: list[str] = []
+    decoder.fill(lambda name, view: read.append(name))
+    assert sorted(read) == sorted(decoder.destinations()) == sorted(checkpoint.shapes())
+    assert {name: tuple(view.shape) for name, view in decoder.destinations().items()} == checkpoint.shapes()
+
+
 def test_a_large_tensor_is_read_in_blocks(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = folder()
     whole = load(path).destinations()
