@@ -12,7 +12,6 @@ from ringkv.engine.memory import settle
 from ringkv.errors import RingkvError
 from ringkv.kernels.backend import resolve as resolve_backend
 from ringkv.models.checkpoints.base import Checkpoint
-from ringkv.models.checkpoints.open import open_config
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
 from ringkv.models.linear import can_pack
@@ -91,18 +90,6 @@ def resolve_device(device: str) -> torch.device:
             "device", device, "auto, cpu" + (", cuda" if torch.cuda.is_available() else " (no GPU is found)")
         )
     return found
-
-
-def backend_of(
-    model: str | os.PathLike[str],
-    device: str = "auto",
-    dtype: str = "auto",
-    backend: str = "auto",
-    revision: str | None = None,
-) -> str:
-    """The backend that ``Engine.from_pretrained`` with these options runs on, from the configuration alone."""
-    _, keys = open_config(model, revision=revision)
-    return resolve_runtime(ModelConfig.from_hf(keys), device=device, dtype=dtype, backend=backend).backend
 
 
 def resolve_dtype(config: ModelConfig, device: torch.device, dtype: str) -> tuple[torch.dtype, bool]:
