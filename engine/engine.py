@@ -106,7 +106,7 @@ class Engine:
         tags = None if self.prompts.tags is None else self.prompts.tags.ids
         with use(self.backend):
             self._runner = make_runner(model, self.ring, self.prompts.vocabulary, tags)
-            self._runner.sampler.forbid(self.prompts.holes)
+            self._runner.sampler.forbid(self.prompts.holes | self.prompts.suppressed, self.prompts.not_first)
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._cancelled: set[int] = set()

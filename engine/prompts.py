@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from ringkv.engine.config import RingConfig, SamplingParams
 from ringkv.engine.request import Request
 from ringkv.engine.sampling.steering import QUEUE
-from ringkv.engine.sampling.values import Sampling
+from ringkv.engine.sampling.values import Sampling, suppressed
 from ringkv.engine.seeds import effective_seed
 from ringkv.engine.text.encoding import IncrementalDecoder, encode_messages
 from ringkv.engine.text.endings import ending_tokens
@@ -58,6 +58,8 @@ class Prompts:
         # Ids that may be drawn; the rest of a padded vocabulary never is, nor what no token has.
         self.vocabulary = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.size)
         self.holes = frozenset() if tokenizer is None else tokenizer.holes
+        self.suppressed = frozenset(suppressed(generation_config, "suppress_tokens"))
+        self.not_first = frozenset(suppressed(generation_config, "begin_suppress_tokens"))
 
     @staticmethod
     def is_batch(prompts: object) -> bool:
@@ -105,7 +107,7 @@ class Prompts:
             sampling=self._fit(len(ids), sampling),
             seed=seed,
             pin=pin,
-            stop_ids=self._stop_ids(params),
+            stop_ids=self._stop_ids(params, sampling),
             position_limit=self.config.max_position_embeddings,
             **self._thought(ids, params, sampling),
         )
@@ -169,9 +171,10 @@ class Prompts:
             "warnings": ["temperature 0: a model that thinks falls into loops more easily"] if sampling.greedy else [],
         }
 
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        if params.stop and self.tokenizer is None:
-            raise RingkvError("stop: this engine has no tokenizer, so no text to look in; use stop_token_ids")
+    def _stop_ids(self, params: SamplingParams, sampling: Sampling) -> frozenset[int]:
+        if sampling.values["stop"] and self.tokenizer is None:
+            source = "" if params.stop else " (stop_strings of generation_config)"
+            raise RingkvError(f"stop{source}: this engine has no tokenizer, so no text to look in; use stop_token_ids")
         if params.logprobs is not None and params.logprobs > self.vocabulary:
             raise RingkvError.bad("logprobs", params.logprobs, f"0 to {self.vocabulary}")
         for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
@@ -180,6 +183,8 @@ class Prompts:
                     raise RingkvError.bad(f"{field}: token id", id, f"0 to {self.vocabulary - 1}")
                 if id in self.holes:
                     raise RingkvError.bad(f"{field}: token id", id, "the id of a token; none has this one")
+                if id in self.suppressed:
+                    raise RingkvError.bad(f"{field}: token id", id, "an id that generation_config does not suppress")
         return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
 
     def _need_tokenizer(self) -> Tokenizer:
@@ -191,10 +196,9 @@ class Prompts:
         """Under ``full`` a request that could outgrow the ring is refused now; its default limit is what fits."""
         if self.ring.policy.evicts:
             return sampling
-        room = self.ring.capacity - n
-        if sampling.sources["max_tokens"] != "user" and room >= 1:
-            return sampling.limited(min(room, sampling.values["max_tokens"]))
-        wanted = sampling.values["max_tokens"]
+        room, wanted = self.ring.capacity - n, sampling.values["max_tokens"]
+        if sampling.sources["max_tokens"] != "user" and 1 <= room < wanted:
+            return sampling.limited(room)
         if wanted > room:
             raise RingkvError(
                 f"max_tokens = {wanted}: with a prompt of {n} tokens that is {n + wanted}, and policy full holds "

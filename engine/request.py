@@ -151,7 +151,8 @@ class Generation:
         past = f"{seen} tokens were seen; the model was made for {limit} (max_position_embeddings)"
         open_thought = "it ended inside the thought: there is no answer"
         unanswered = self.channel == THINKING and self.error is None
-        return [*self.request.warnings, *([past] if seen > limit else []), *([open_thought] if unanswered else [])]
+        said = [*self.request.sampling.warnings, *self.request.warnings]
+        return [*said, *([past] if seen > limit else []), *([open_thought] if unanswered else [])]
 
     def counts(self) -> tuple[int, int]:
         """Tokens of the thought and of the answer, without tags and closing messages."""

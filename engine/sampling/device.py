@@ -51,6 +51,7 @@ class Sampler:
         self._prompt = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._bias: Tensor | None = None
         self._forbidden: list[int] = []
+        self._not_first: list[int] = []
         self._in_prompt: Tensor | None = None
         self._in_output: Tensor | None = None
         self._ending: Tensor | None = None
@@ -71,9 +72,14 @@ class Sampler:
         wanted = [values["logprobs"] for values in self._lanes if values["logprobs"] is not None]
         return max(wanted, default=None)
 
-    def forbid(self, ids: Iterable[int]) -> None:
-        """Never draw these ids in any lane: their bias is -inf, whatever a request's is."""
+    def forbid(self, ids: Iterable[int], first: Iterable[int] = ()) -> None:
+        """Never draw these ids in any lane: their bias is -inf, whatever a request's is.
+
+        Args:
+            first: ids that are not drawn as the first token of a text.
+        """
         self._forbidden = sorted(id for id in ids if id < self.vocabulary)
+        self._not_first = list(first)
         if self._forbidden:
             self._bias = self._table(self._bias, torch.float32)
             self._bias[:, self._forbidden] = -torch.inf
@@ -112,13 +118,15 @@ class Sampler:
         """The token at position ``ring.seen`` of each lane, int64 [b], from logits [b, V]; -1 for a row not finite.
 
         Args:
-            lanes: the lanes that the rows belong to; None for all in order.
+            lanes: the lanes that the rows belong to, which draw the first token of their texts; None for all in order.
         """
         at: Any = slice(None) if lanes is None else torch.tensor(lanes, device=self._device)
 
         def of(table: Tensor | None) -> Tensor | None:
             return None if table is None else table[at]
 
+        if lanes is not None and self._not_first:
+            logits = logits.index_fill(1, self._ids(self._not_first), -torch.inf)
         early = None
         if self._ending is not None:
             early = ring.seen[at] - self._prompt[at] < self._min_tokens[at]
