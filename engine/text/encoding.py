@@ -6,6 +6,7 @@ import codecs
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from ringkv.engine.text.templates import ChatTemplate
@@ -19,7 +20,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _MAX_DEPTH = 32
 # Where guards are taken from: letters that Python and JSON print as they are, and that hardly any text holds.
-_RARE = range(0x20000, 0x2A6D7)
+_RARE = [chr(code) for code in range(0x20000, 0x2A6D7)]
+_TRIES = 100
 
 
 def encode_messages(
@@ -126,11 +128,12 @@ class _Guard:
         self, control_tokens: Mapping[str, int], template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
     ) -> None:
         self._ids = control_tokens
-        surroundings = json.dumps([messages, template.source, *control_tokens])
-        unused = (chr(code) for code in _RARE if not any(form in surroundings for form in _forms(chr(code))))
-        if not (guard := next(unused, "")):
-            raise RingkvError(f"messages: they hold all {len(_RARE)} rare letters that are tried; accepted are fewer")
-        self._guard = guard
+        surroundings = json.dumps([messages, template.source, *control_tokens], ensure_ascii=False).replace(r"\\", "\\")
+        used = set(surroundings)
+        unused = islice((letter for letter in _RARE if letter not in used), _TRIES)
+        self._guard = next((one for one in unused if not any(form in surroundings for form in _forms(one))), "")
+        if not self._guard:
+            raise RingkvError(f"messages: they hold almost all of {len(_RARE)} rare letters; accepted are fewer")
         longest_first = sorted(control_tokens, key=len, reverse=True)
         self._pattern = re.compile(f"(?<!{self._guard})({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._heads = {text[:end] for text in control_tokens for end in range(1, len(text))}
@@ -187,8 +190,8 @@ class _Guard:
 
 
 def _forms(character: str) -> tuple[str, ...]:
-    """A rare letter as it is, as JSON writes it in ASCII, and as Python's ascii() does."""
-    return character, json.dumps(character)[1:-1], ascii(character)[1:-1]
+    """How JSON in ASCII and Python's ascii() write a rare letter."""
+    return json.dumps(character)[1:-1], ascii(character)[1:-1]
 
 
 def _plain(value: Any, at: str, depth: int = 0) -> Any:
