@@ -5,7 +5,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from ringkv.engine.text.templates import ChatTemplate
@@ -18,7 +19,9 @@ __all__ = ["ROLES", "ChatTemplate", "IncrementalDecoder", "check_messages", "enc
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _MAX_DEPTH = 32
-_PRIVATE = re.compile("[\U000f0000-\U000ffffd]")  # private use, and unused but by who likes riddles
+# Where guards are taken from: letters that Python and JSON print as they are, and that hardly any text holds.
+_RARE = [chr(code) for code in range(0x20000, 0x2A6D7)]
+_TRIES = 100
 
 
 def encode_messages(
@@ -31,10 +34,9 @@ def encode_messages(
 ) -> list[int]:
     """The ids of a conversation, in which only the template writes control tokens.
 
-    Where a message holds the text of one, the template sees a placeholder in its stead, and the text is encoded as
-    the plain text it is. Where none does, the ids are those of the rendered text. BOS is there if the template
-    prints it. Since the template does not see the tags in a message either, an assistant's thought belongs under
-    the key ``reasoning_content``, or is left out.
+    They are the ids of the rendered text, in which all that comes from a message is encoded as plain text: names and
+    values of its fields, however deep they are nested. The template does not see a control token in a message either,
+    so an assistant's thought belongs under the key ``reasoning_content``, or is left out.
 
     Args:
         messages: see ``check_messages``.
@@ -46,10 +48,10 @@ def encode_messages(
     if template is None:
         raise RingkvError("messages: the model has no chat template: accepted is a prompt in raw mode (--raw)")
     messages = check_messages(messages)
-    escape = _Escape(tokenizer.control_tokens, json.dumps(messages, ensure_ascii=False) + template.source)
-    escaped = [_mapped(message, escape) for message in messages]
-    text = template.render(escaped, add_generation_prompt=add_generation_prompt, thinking=thinking)
-    return tokenizer.encode(text) if escaped == messages else tokenizer.encode_parts(escape.parts(text))
+    guard = _Guard(tokenizer.control_tokens, template, messages)
+    guarded = [guard.message(message) for message in messages]
+    text = guard.found(template.render(guarded, add_generation_prompt=add_generation_prompt, thinking=thinking))
+    return tokenizer.encode(text) if guarded == messages else tokenizer.encode_parts(guard.parts(text))
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
@@ -105,57 +107,91 @@ class IncrementalDecoder:
         return text
 
 
-class _Escape:
-    """Placeholders for the control tokens in the texts of one conversation.
+class _Guard:
+    """Keeps the texts of messages from being taken for control tokens of the template.
+
+    The guard is a character that nothing else holds. In the texts of messages it stands before the last character of
+    whatever reads as a control token, and, where a text could become a part of one beside the template's own text,
+    before its first and its last character. So a control token of a rendered text is the template's unless the guard
+    stands in it or directly before it. A template can take a text apart or change its letters, and whatever is done
+    with the text, the guard goes with it.
+
+    Words that the template names, such as the keys that it looks up, are its own: they stay as they are, and so do
+    roles.
 
     Args:
         control_tokens: ids by text.
-        surroundings: everything that placeholders must not occur in.
+        messages: checked.
     """
 
-    def __init__(self, control_tokens: Mapping[str, int], surroundings: str) -> None:
+    def __init__(
+        self, control_tokens: Mapping[str, int], template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
+    ) -> None:
         self._ids = control_tokens
+        surroundings = json.dumps([messages, template.source, *control_tokens], ensure_ascii=False).replace(r"\\", "\\")
+        used = set(surroundings)
+        unused = islice((letter for letter in _RARE if letter not in used), _TRIES)
+        self._guard = next((one for one in unused if not any(form in surroundings for form in _forms(one))), "")
+        if not self._guard:
+            raise RingkvError(f"messages: they hold almost all of {len(_RARE)} rare letters; accepted are fewer")
         longest_first = sorted(control_tokens, key=len, reverse=True)
-        self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-        self._heads = tuple(text[:end] for text in control_tokens for end in range(1, len(text)))
-        self._tails = tuple(text[start:] for text in control_tokens for start in range(1, len(text)))
-        used = set(_PRIVATE.findall(surroundings))
-        self._private = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
-        self._guard = next(self._private)
-        self._placeholders: dict[str, str] = {}
+        self._pattern = re.compile(f"(?<!{self._guard})({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._heads = {text[:end] for text in control_tokens for end in range(1, len(text))}
+        self._tails = {text[start:] for text in control_tokens for start in range(1, len(text))}
+        self._all = self._guard.join(control_tokens)
+        self._names = template.names | {"role"}
+        # A template may trim a text. Where control tokens hold blanks, those of the text count.
+        self._strip = not any(character.isspace() for text in control_tokens for character in text)
 
-    def __call__(self, text: str) -> str:
-        """The text without control tokens, and with guards at edges that could become half of one."""
-        text = self._pattern.sub(self._placeholder, text)
-        core = text.strip()
-        if core.startswith(self._tails) or core.endswith(self._heads):
-            before, _, after = text.partition(core)
-            return f"{before}{self._guard}{core}{self._guard}{after}"
-        return text
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with guards; its role, whose words are known, stays."""
+        return {**self._mapped(message), "role": message["role"]}
 
-    def parts(self, rendered: str) -> list[str | int]:
-        """The template's control tokens as ids, and the texts between them as they were."""
-        restored = {ord(placeholder): text for text, placeholder in self._placeholders.items()}
-        restored[ord(self._guard)] = ""
-        pieces: list[str | int] = [piece.translate(restored) for piece in self._pattern.split(rendered)]
+    def found(self, rendered: str) -> str:
+        """A rendered text with all forms of the guard as the guard."""
+        for form in _forms(self._guard):
+            rendered = rendered.replace(form, self._guard)
+        return rendered
+
+    def parts(self, text: str) -> list[str | int]:
+        """The template's control tokens in a text as ids, and the texts between them without guards."""
+        pieces: list[str | int] = [piece.replace(self._guard, "") for piece in self._pattern.split(text)]
         pieces[1::2] = [self._ids[token] for token in pieces[1::2] if isinstance(token, str)]
         return pieces
 
-    def _placeholder(self, found: re.Match[str]) -> str:
-        if found[0] not in self._placeholders:
-            self._placeholders[found[0]] = next(self._private)
-        return self._placeholders[found[0]]
+    def _mapped(self, value: Any) -> Any:
+        """The value with guards in every text of it, keys included."""
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, list):
+            return [self._mapped(one) for one in value]
+        if isinstance(value, dict):
+            return {key if key in self._names else self._text(key): self._mapped(one) for key, one in value.items()}
+        return value
+
+    def _text(self, text: str) -> str:
+        name = text in self._names
+        while (guarded := self._pattern.sub(self._broken, text)) != text:
+            text = guarded
+        core = text.strip() if self._strip else text
+        if name or not core or not self._joins(core):
+            return text
+        before, _, after = text.partition(core)
+        return f"{before}{self._guard}{core[:-1]}{self._guard}{core[-1]}{after}"
+
+    def _broken(self, found: re.Match[str]) -> str:
+        return f"{found[0][:-1]}{self._guard}{found[0][-1]}"
+
+    def _joins(self, core: str) -> bool:
+        """Whether a text could be a part of a control token, or end or begin one."""
+        lengths = range(1, 1 + min(len(core), max(map(len, self._ids), default=0)))
+        inside = core in self._all
+        return inside or any(core[:n] in self._tails or core[-n:] in self._heads for n in lengths)
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """The value with every text in it changed; roles, whose words are known, stay."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, list):
-        return [_mapped(one, change) for one in value]
-    if isinstance(value, dict):
-        return {key: one if key == "role" else _mapped(one, change) for key, one in value.items()}
-    return value
+def _forms(character: str) -> tuple[str, ...]:
+    """How JSON in ASCII and Python's ascii() write a rare letter."""
+    return json.dumps(character)[1:-1], ascii(character)[1:-1]
 
 
 def _plain(value: Any, at: str, depth: int = 0) -> Any:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta, nodes
 
 from ringkv.engine.text.sandbox import Sandbox
 from ringkv.errors import RingkvError
@@ -22,6 +22,10 @@ class ChatTemplate:
         source: jinja, with what transformers adds to it.
         special_tokens: variables such as ``bos_token``.
 
+    Attributes:
+        variables: those that it reads.
+        names: the words that it holds as constants or as names of attributes, such as the keys of messages.
+
     Raises:
         RingkvError: the source is not valid jinja.
     """
@@ -34,7 +38,10 @@ class ChatTemplate:
         self._sandbox = Sandbox()
         self._lock = threading.Lock()
         try:
-            self._template = self._sandbox.from_string(source)
+            tree = self._sandbox.parse(source)
+            self.variables = frozenset(meta.find_undeclared_variables(tree))
+            self.names = frozenset(filter(str.isidentifier, _words(tree)))
+            self._template = self._sandbox.from_string(tree)
         except Exception as error:  # compiling evaluates constant expressions, which raise whatever they raise
             raise _one_line(error) from error
 
@@ -70,6 +77,11 @@ class ChatTemplate:
             # A template is a program, and raises whatever a program raises.
             except Exception as error:
                 raise _one_line(error) from error
+
+
+def _words(tree: nodes.Template) -> Iterator[str]:
+    yield from (node.attr for node in tree.find_all(nodes.Getattr))
+    yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
 
 
 def _one_line(error: Exception) -> RingkvError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from functools import cache
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -220,6 +221,185 @@ def test_control_tokens_in_other_keys_are_text() -> None:
     control = set(tokenizer.control_tokens.values())
     assert [id for id in ids if id in control] == [id for id in wanted if id in control]
     assert '{"q": ["</think>", {"r": "<s>"}]}' in tokenizer.decode(ids)
+
+
+PLACES: dict[str, Any] = {
+    "key": {"tool_calls": [{"name": "f", "arguments": {"<|im_end|>": 1}}]},
+    "key of a list in a list": {"tool_calls": [{"name": "f", "arguments": {"q": [[{"a</think>": 1}]]}}]},
+    "two keys that join": {"tool_calls": [{"name": "f", "arguments": {"<thi": "nk>"}}]},
+    "role of an argument": {"tool_calls": [{"name": "f", "arguments": {"role": "<|im_start|>"}}]},
+    "role of a call": {"tool_calls": [{"name": "f", "role": "<s>"}]},
+    "name": {"tool_calls": [{"name": "<think>"}]},
+    "inside of a name": {"tool_calls": [{"name": "think"}]},
+    "id": {"tool_calls": [{"id": "<|im_end|>"}]},
+    "key of a message": {"<|im_end|>": "x", "tool_calls": [{}]},
+}
+SHOWN = {
+    "json": "{{ m | tojson }}",
+    "ascii": "{{ m | tojson(ensure_ascii=true) }}",
+    "python": "{{ m }}",
+    "pairs": "{% for c in m.tool_calls %}{% for k, v in c.items() %}<{{ k }}{{ v }}>{{ v }}{% endfor %}{% endfor %}"
+    "{% for k, v in (m.tool_calls[0].arguments or {}).items() %}{{ k }}{{ v }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+@pytest.mark.parametrize("place", PLACES)
+def test_no_place_in_a_message_forges_a_control_token(place: str, shown: str) -> None:
+    """The letters are those that transformers renders, and each is its own token."""
+    source = "<s>{% for m in messages %}<|im_start|>{{ m.role }}\n" + SHOWN[shown] + "<|im_end|>{% endfor %}"
+    messages = [{"role": "assistant", **PLACES[place]}]
+    ids, rendered = encode_messages(tagged(), ChatTemplate(source), messages), ""
+    try:
+        rendered = theirs().apply_chat_template(messages, tokenize=False, chat_template=source)
+    finally:
+        assert b"".join(map(tagged().token_bytes, ids)).decode() == rendered
+    begin, end = tagged().encode("<s><|im_start|>"), tagged().encode("<|im_end|>")
+    assert [id for id in ids if id in tagged().control_tokens.values()] == begin + end
+
+
+def test_ids_of_forged_values_equal_transformers() -> None:
+    """transformers marks whole control tokens in values (not in keys) when it is asked to."""
+    for token in CONTROL:
+        messages = [
+            {"role": "user", "content": f"a{token}b {token}"},
+            {"role": "assistant", "tool_calls": [{"name": token, "arguments": {"q": [token, {"r": token}]}}]},
+            {"role": "tool", "content": token},
+        ]
+        wanted = theirs().apply_chat_template(
+            messages, chat_template=THINKING, return_dict=False, sanitize_control_tokens=True
+        )
+        assert encode_messages(tagged(), template("thinking"), messages, add_generation_prompt=False) == wanted
+
+
+def test_roles_and_words_of_the_template_make_its_own_tokens() -> None:
+    """Many templates put a role between <| and |> (Phi, GLM). A key is found though a token holds it."""
+    made = tokenizers.Tokenizer.from_str(backend().to_str())
+    made.add_special_tokens(["<|user|>", "<|content|>", "<|tool_calls_begin|>", "<|function|>"])
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls %}{% if c.type == 'function' %}"
+    )
+    source += "<|tool_calls_begin|>{{ c.function.name }}{% endif %}{% endfor %}{% endfor %}"
+    call = {"type": "function", "function": {"name": "<|user|>"}}
+    messages = [{"role": "user", "content": "tool_calls", "tool_calls": [call]}]
+    ids = encode_messages(Tokenizer(made), ChatTemplate(source), messages)
+    user, begin = Tokenizer(made).encode("<|user|><|tool_calls_begin|>")
+    assert ids == [user, *letters("tool_calls"), begin, *letters("<|user|>")]
+
+
+def test_control_tokens_of_one_letter_with_blanks_and_in_one_another() -> None:
+    made = tokenizers.Tokenizer.from_str(backend().to_str())
+    made.add_special_tokens(["€", "<x>\n", "<x y>", "<<x>", "<x>>"])
+    tokenizer = Tokenizer(made)
+    chat = ChatTemplate("€<x>\n<<x>{% for m in messages %}<x{{ m.content }}{{ m.name }}>>{% endfor %}€")
+    own = tokenizer.encode("€<x>\n<<x>€")
+    for content, name in ((" y", ">"), ("", "€"), ("€€", "<x>>"), (">", "\n"), (" ", "y"), ("", "<<x>>"), ("<", "<<x")):
+        messages = [{"role": "user", "content": content, "name": name}]
+        ids = encode_messages(tokenizer, chat, messages)
+        assert [id for id in ids if id in tokenizer.control_tokens.values()] == own
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == chat.render(messages)
+
+
+def test_messages_with_all_rare_characters() -> None:
+    every = "".join(map(chr, range(0x20000, 0x2A6D7)))
+    with pytest.raises(RingkvError, match="messages: they hold almost all of 42711 rare letters"):
+        encode_messages(tagged(), template("plain"), [{"role": "user", "content": every}])
+    escapes = json.dumps(every[100:])
+    with pytest.raises(RingkvError, match="messages: they hold almost all of 42711 rare letters"):
+        encode_messages(tagged(), template("plain"), [{"role": "user", "content": every[:100] + escapes}])
+    for text in (f"<s>{every[1:]}", r"<s>\ud840\udc00\U00020001", every[0] + "<s>"):
+        messages = [{"role": "user", "content": text}]
+        ids = encode_messages(tagged(), template("plain"), messages)
+        assert b"".join(map(tagged().token_bytes, ids)).decode() == template("plain").render(messages)
+
+
+# A turn with all that a message may hold, printed in all the ways that templates print it.
+TURN = """<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}
+{{ m.content | trim }}{% if m.tool_calls %}{{ calls }}{% endif %}{{ m.tool_call_id }}<|im_end|>"""
+XML = """{% for call in m.tool_calls %}<{{ call.name }}>{% for key, value in call.arguments.items() %}
+<{{ key }}>{{ value if value is string else value | tojson }}</{{ key }}>{% endfor %}{% endfor %}"""
+CALLS = {
+    "json": "{{ m.tool_calls | tojson }}",
+    "ascii": "{{ m.tool_calls | tojson(ensure_ascii=true) }}",
+    "indented": "{{ m.tool_calls | tojson(indent=2) }}",
+    "sorted": "{{ m.tool_calls | tojson(sort_keys=true) }}",
+    "python": "{{ m.tool_calls }}",
+    "xml": XML,
+    "joined": "{% for call in m.tool_calls %}<{{ call.arguments | join('') }}"
+    "{{ call.arguments.values() | join }}>{% endfor %}",
+}
+NESTED = {
+    name: "<s>{% for m in messages %}" + TURN.replace("{{ calls }}", calls) + "{% endfor %}<think>"
+    for name, calls in CALLS.items()
+}
+# Whole control tokens, what is left of them when their ends are the template's, and other texts.
+INNER = [token[1:-1] for token in CONTROL] + [token[1:] for token in CONTROL] + [token[:-1] for token in CONTROL]
+words = st.lists(
+    st.sampled_from([*CONTROL, *INNER, "<", ">", "|", " ", "\n", "x", '"', "'", "\\", "é"]), max_size=3
+).map("".join)
+values = st.recursive(
+    words | st.none() | st.booleans() | st.integers(0, 9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=8,
+)
+nested = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "tool"]),
+        "content": words,
+        "tool_calls": st.lists(
+            st.fixed_dictionaries({"name": words, "arguments": st.dictionaries(words | st.just("role"), values)}),
+            min_size=1,
+            max_size=2,
+        ),
+    },
+    optional={"name": words, "tool_call_id": words},
+)
+# Characters of control tokens as others of the same width that are in none.
+STAND_INS = str.maketrans(
+    {c: c.upper() if c.isalpha() else "0123456789"["<>|/_".index(c)] for c in set("".join(CONTROL))}
+)
+
+
+def without_control_tokens(value: Any, names: frozenset[str]) -> Any:
+    if isinstance(value, str):
+        return value.translate(STAND_INS)
+    if isinstance(value, list):
+        return [without_control_tokens(one, names) for one in value]
+    if isinstance(value, dict):
+        return {
+            key if key in names else key.translate(STAND_INS): without_control_tokens(one, names)
+            for key, one in value.items()
+        }
+    return value
+
+
+@settings(deadline=None)
+@given(messages=st.lists(nested, min_size=1, max_size=2), name=st.sampled_from([*NESTED]))
+def test_the_ids_are_those_of_the_text_with_the_control_tokens_of_the_template(
+    messages: list[dict[str, Any]], name: str
+) -> None:
+    """transformers renders the text; where control tokens stand, it says with messages that can hold none."""
+    chat = ChatTemplate(NESTED[name])
+    harmless = [{**without_control_tokens(one, chat.names), "role": one["role"]} for one in messages]
+    text, outline = (
+        theirs().apply_chat_template(each, tokenize=False, chat_template=NESTED[name]) for each in (messages, harmless)
+    )
+    ids = encode_messages(tagged(), chat, messages)
+    wanted, end = [], 0
+    for found in re.finditer("|".join(map(re.escape, CONTROL)), outline):
+        wanted += [*letters(text[end : found.start()]), tagged().control_tokens[found[0]]]
+        end = found.end()
+    wanted += letters(text[end:])
+    if name == "sorted":  # a key with a guard, or a stand-in, may come elsewhere
+        ids, wanted = ([id for id in each if id in tagged().control_tokens.values()] for each in (ids, wanted))
+    assert ids == wanted
+
+
+def letters(text: str) -> list[int]:
+    """The ids of a text without control tokens."""
+    made = tokenizers.Tokenizer(backend().model)
+    made.pre_tokenizer = backend().pre_tokenizer
+    return list(made.encode(text).ids)
 
 
 # Beside control tokens: their halves, what breaks placeholders of a fixed kind, and what templates trim.
