@@ -142,11 +142,10 @@ class Sampler:
         return max(wanted, default=None)
 
     def forbid(self, ids: Iterable[int]) -> None:
-        """Never draw these ids in any lane: their bias is -inf, whatever a request's is."""
-        self._forbidden = sorted(id for id in ids if id < self.vocabulary)
+        """Never draw these ids in a lane that is set from now on: their bias is -inf, whatever a request's is."""
+        self._forbidden = [id for id in ids if id < self.vocabulary]
         if self._forbidden:
             self._bias = self._table(self._bias, torch.float32)
-            self._bias[:, self._forbidden] = -torch.inf
 
     def set(self, lane: int, sampling: Sampling, prompt: Sequence[int] = (), ending: Iterable[int] = ()) -> None:
         """What a lane samples with from now on.
