@@ -78,11 +78,10 @@ class Sampler:
         Args:
             first: ids that are not drawn as the first token of a text.
         """
-        self._forbidden = sorted(id for id in ids if id < self.vocabulary)
+        self._forbidden = [id for id in ids if id < self.vocabulary]
         self._not_first = list(first)
         if self._forbidden:
             self._bias = self._table(self._bias, torch.float32)
-            self._bias[:, self._forbidden] = -torch.inf
 
     def set(self, lane: int, sampling: Sampling, prompt: Sequence[int] = (), ending: Iterable[int] = ()) -> None:
         """What a lane samples with from now on.

@@ -48,8 +48,10 @@ def ending_tokens(
 
 def _written_after(template: ChatTemplate | None, control_tokens: Collection[str]) -> set[str]:
     """The control tokens that a chat template writes after an answer, at the end and before the next question."""
-    found = set()
-    for messages in (_TURNS[:2], _TURNS) if template is not None else ():
+    found: set[str] = set()
+    if template is None:
+        return found
+    for messages in (_TURNS[:2], _TURNS):
         try:
             _, answer, after = template.render(messages, add_generation_prompt=False).rpartition(_ANSWER)
         except RingkvError:

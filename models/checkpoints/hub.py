@@ -40,7 +40,7 @@ def fetch(hub_id: str, revision: str | None = None, *, config_only: bool = False
     """
     from huggingface_hub import constants, errors, snapshot_download, utils
 
-    class Bars(utils.tqdm):  # type: ignore[misc, valid-type]
+    class Bars(utils.tqdm):
         """The client's own are silent without a terminal, all but the one of the files."""
 
         def __init__(self, *args: Any, **options: Any) -> None:

@@ -231,6 +231,7 @@ def served(
         gated = False
 
     shutil.copytree(tiny_checkpoint("llama", shards=True), Served.folder)
+    (Served.folder / "added_tokens.json").write_text("{}")
     for name in ("pytorch_model.bin", "consolidated.safetensors", "modeling.py", "README.md", "model.onnx"):
         (Served.folder / name).write_text("of no use")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Served)
@@ -350,7 +351,7 @@ def test_quiet_shows_no_progress_bars(
     """The command in a process of its own, its stderr a terminal."""
     shutil.rmtree(served.folder)
     shutil.copytree(tiny_chat_checkpoint, served.folder)
-    command = [Path(sys.executable).with_name("ringkv"), "generate", "Hi", "-m", HUB_ID, "--max-tokens", "2"]
+    command = [str(Path(sys.executable).with_name("ringkv")), "generate", "Hi", "-m", HUB_ID, "--max-tokens", "2"]
     environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))

@@ -26,7 +26,7 @@ TEXT = "<|im_start|>user\nHi  <|im_end|>\n<|im_start|> assistant\n yo <|im_end|>
 WITH_TYPE = {"__type": "AddedToken"}
 
 
-def saved(content: str, **flags: bool) -> dict[str, Any]:
+def saved(content: str, **flags: Any) -> dict[str, Any]:
     """A token as tokenizer_config.json has it."""
     plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     return {"content": content} | plain | flags

@@ -557,8 +557,8 @@ def test_a_message_does_not_change_the_ids_of_the_template(pieces: list[str]) ->
     wanted: list[int] = []
     forged = iter(FORGED.findall(message) * 2)
     for id in backend.encode(harmless, add_special_tokens=False).ids:
-        letters = next(forged) if id == backend.token_to_id(STANDS_FOR_NOTHING) else None
-        wanted += [id] if letters is None else [backend.token_to_id(letter) for letter in letters]
+        stands_for = next(forged) if id == backend.token_to_id(STANDS_FOR_NOTHING) else None
+        wanted += [id] if stands_for is None else [backend.get_vocab()[letter] for letter in stands_for]
     assert encode_messages(tokenizer, template, [{"role": "user", "content": message}]) == wanted
 
 
