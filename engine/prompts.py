@@ -52,7 +52,7 @@ class Prompts:
             self.tags = ThoughtTags.detect(tokenizer.chat_template, tokenizer.control_tokens)
         theirs = generation_config.get("eos_token_id")
         ids = theirs if isinstance(theirs, (list, tuple)) else [theirs]
-        # Ids that may be drawn; the rest of a padded vocabulary never is.
+        # Ids from this on only pad the vocabulary, and are never drawn.
         self.vocabulary = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.size)
         self.eos_ids = frozenset(id for id in ids if isinstance(id, int)) | frozenset(config.eos_ids)
         if tokenizer is not None:
@@ -151,11 +151,11 @@ class Prompts:
         return list(ids)
 
     def _thought(self, ids: list[int], params: SamplingParams, sampling: Sampling) -> dict[str, Any]:
-        """What a request must know of the thought that it may hold."""
+        """The fields of a request that concern its thought."""
         tags = self.tags
         if params.max_thinking_tokens is not None and (tags is None or tags.ids is None):
             why = "the model has no thoughts" if tags is None else f"{tags.open} and {tags.close} are not single tokens"
-            raise RingkvError(f"max_thinking_tokens = {params.max_thinking_tokens}: {why}; accepted is none")
+            raise RingkvError(f"max_thinking_tokens = {params.max_thinking_tokens}: {why}; accepted is None")
         if tags is None or self.tokenizer is None:
             return {}
         message = self.tokenizer.encode(params.thinking_message, control=False)
@@ -185,7 +185,7 @@ class Prompts:
         return self.tokenizer
 
     def _fit(self, n: int, sampling: Sampling) -> Sampling:
-        """Under ``full`` a request that could outgrow the ring is refused now; its default limit is what fits."""
+        """Under ``full``, refuses a request that could outgrow the ring; the default limit becomes what fits."""
         if as_policy(self.ring.policy).evicts:
             return sampling
         room = self.ring.capacity - n

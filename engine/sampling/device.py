@@ -12,7 +12,7 @@ from ringkv.engine.config import SamplingParams
 from ringkv.engine.sampling.values import Sampling
 from ringkv.kernels.penalize import penalize
 from ringkv.kernels.philox import TOKEN, philox, to_uniform
-from ringkv.kernels.sample import GREEDY_BELOW, Filters, sample
+from ringkv.kernels.sample import Filters, sample
 
 # What an unused lane samples with: every stage off.
 _OFF = Sampling.resolve(SamplingParams(temperature=0, top_p=1), {})
@@ -46,7 +46,7 @@ class Sampler:
 
     def __init__(self, lanes: int, vocabulary: int, device: torch.device, static: bool = False) -> None:
         self.vocabulary, self._device, self._static = vocabulary, device, static
-        self._lanes = [_OFF.values] * lanes
+        self._lanes = [_OFF] * lanes
         self._columns: dict[str, Tensor] = {}
         self._prompt = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._bias: Tensor | None = None
@@ -67,8 +67,8 @@ class Sampler:
     @property
     def logprobs(self) -> int | None:
         """The most likely tokens that any lane wants reported; None if no lane does."""
-        wanted = [values["logprobs"] for values in self._lanes if values["logprobs"] is not None]
-        return max(wanted, default=None)
+        wanted = [lane.values["logprobs"] for lane in self._lanes]
+        return max((k for k in wanted if k is not None), default=None)
 
     def set(self, lane: int, sampling: Sampling, prompt: Sequence[int] = (), ending: Iterable[int] = ()) -> None:
         """What a lane samples with from now on.
@@ -77,7 +77,7 @@ class Sampler:
             prompt: its ids, for the repetition penalty and min_tokens.
             ending: ids that end the text, for min_tokens.
         """
-        values = self._lanes[lane] = sampling.values
+        self._lanes[lane], values = sampling, sampling.values
         self._prompt[lane] = len(prompt)
         if values["logit_bias"]:
             self._bias = self._table(self._bias, torch.float32)
@@ -141,7 +141,7 @@ class Sampler:
     def _build(self) -> None:
         self._temperature = self._column("temperature", torch.float32)
         self._min_tokens = self._column("min_tokens", torch.int64)
-        greedy = [values["temperature"] < GREEDY_BELOW for values in self._lanes]
+        greedy = [lane.greedy for lane in self._lanes]
         self._greedy, self._any_greedy = not self._static and all(greedy), self._static or any(greedy)
         self._top_k = self._used("top_k", torch.int64, off=0)
         self._top_p = self._used("top_p", torch.float32, off=1)
@@ -150,12 +150,12 @@ class Sampler:
         self._presence = self._used("presence_penalty", torch.float32, off=0)
 
     def _column(self, name: str, dtype: torch.dtype) -> Tensor:
-        values = torch.tensor([values[name] for values in self._lanes], dtype=dtype)
+        values = torch.tensor([lane.values[name] for lane in self._lanes], dtype=dtype)
         column = self._columns.setdefault(name, torch.empty_like(values, device=self._device))
         return column.copy_(values)
 
     def _used(self, name: str, dtype: torch.dtype, off: float) -> Tensor | None:
-        used = self._static or any(values[name] != off for values in self._lanes)
+        used = self._static or any(lane.values[name] != off for lane in self._lanes)
         return self._column(name, dtype) if used else None
 
     def _table(self, table: Tensor | None, dtype: torch.dtype) -> Tensor:

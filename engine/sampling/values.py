@@ -1,4 +1,4 @@
-"""From SamplingParams to what a lane really samples with."""
+"""The sampling values that are in force for a request, and where each came from."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Sampling:
         """The user's value, else the checkpoint's, else the default.
 
         Where generation_config says ``do_sample: false``, its temperature and the like are not in force. Its lengths
-        never are: they are the ring's matter and the user's.
+        never are: those are for the ring and the user to say.
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}

@@ -18,7 +18,7 @@ __all__ = ["ROLES", "ChatTemplate", "IncrementalDecoder", "check_messages", "enc
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _MAX_DEPTH = 32
-_PRIVATE = re.compile("[\U000f0000-\U000ffffd]")  # private use, and unused but by who likes riddles
+_PRIVATE = re.compile("[\U000f0000-\U000ffffd]")  # an area for private use, which hardly any text uses
 
 
 def encode_messages(
@@ -41,10 +41,10 @@ def encode_messages(
         thinking: see ``ChatTemplate.render``.
 
     Raises:
-        RingkvError: there is no template, the messages are none, or the template fails.
+        RingkvError: there is no template, the messages are not accepted, or the template fails.
     """
     if template is None:
-        raise RingkvError("messages: the model has no chat template: accepted is a prompt in raw mode (--raw)")
+        raise RingkvError("messages: the model has no chat template; give a prompt in raw mode (--raw)")
     messages = check_messages(messages)
     escape = _Escape(tokenizer.control_tokens, json.dumps(messages, ensure_ascii=False) + template.source)
     escaped = [_mapped(message, escape) for message in messages]
@@ -55,11 +55,11 @@ def encode_messages(
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """A copy of a conversation in plain JSON types, without keys that are None.
 
-    A message has a ``role`` of ``ROLES`` and a text as its ``content``, which may be absent beside ``tool_calls``;
-    other keys are the template's.
+    A message has a ``role`` of ``ROLES`` and a text as its ``content``, which may be absent beside ``tool_calls``.
+    Other keys are left to the template.
 
     Raises:
-        RingkvError: something else; it names the message, counted from 0.
+        RingkvError: a message is something else; it is named by its index, counted from 0.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise refusal("messages", messages, "a list of at least one message")
@@ -78,10 +78,10 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 class IncrementalDecoder:
-    """Ids to text, one at a time: whole characters only, and every character once.
+    """Turns ids into text one at a time, in whole characters.
 
-    What ``push`` and at last ``flush`` return joins to ``tokenizer.decode`` of all ids. Bytes of a character that
-    is not whole are held; bytes that cannot become one are U+FFFD at once. Special ids print nothing.
+    What ``push`` returns, and ``flush`` at the end, joins to ``tokenizer.decode`` of all ids. The bytes of a character
+    are held until it is whole; bytes that cannot become one are U+FFFD at once. Special ids print nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -159,7 +159,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _plain(value: Any, at: str, depth: int = 0) -> Any:
-    """The value rebuilt of JSON types, so that a template meets no method but theirs."""
+    """The value rebuilt from JSON's types, so that a template meets only their methods."""
     if depth > _MAX_DEPTH:
         raise RingkvError(f"{at}: nested deeper than {_MAX_DEPTH}")
     if isinstance(value, str):

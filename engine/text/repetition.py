@@ -6,8 +6,6 @@ from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from ringkv.errors import RingkvError
-
 _MODULUS = (1 << 61) - 1
 _BASE = 0x1F0A2BE71D163FA3
 
@@ -63,16 +61,10 @@ class RepetitionDetector:
 
     Args:
         min_repeat_count: whole times, at least 3; two equal passages are a quotation, not a loop.
-        min_repeat_span: tokens, at least 1.
-
-    Raises:
-        RingkvError: one of them is not accepted.
+        min_repeat_span: tokens, at least 1. ``SamplingParams`` checks both.
     """
 
     def __init__(self, min_repeat_count: int = 4, min_repeat_span: int = 512) -> None:
-        for field, value, least in (("min_repeat_count", min_repeat_count, 3), ("min_repeat_span", min_repeat_span, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise RingkvError.bad(field, value, f"an int >= {least}")
         self.comparisons = 0
         self._count, self._span = min_repeat_count, min_repeat_span
         self._gram = -(-min_repeat_span // 6)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import ringkv.engine.text.repetition
 from ringkv.engine.text.repetition import Repetition, RepetitionDetector
-from ringkv.errors import RingkvError
 from ringkv.models.weights import open_checkpoint
 
 Report = tuple[int, Repetition]  # how many tokens had been read, and what was said
@@ -235,11 +234,3 @@ def test_comparisons_are_a_constant_a_token(name):
     assert at[N] < 3
     assert max(len(detector._recent), len(detector._waiting)) < 512  # the text apart, nothing grows with it
     assert at[N] < at[N // 10] + 1.2  # to prove a loop of 5 x 20,000 tokens is 0.8 a token by then
-
-
-@pytest.mark.parametrize(
-    "name,value", [("count", 2), ("count", 0), ("count", 4.0), ("count", True), ("span", 0), ("span", None)]
-)
-def test_refuses(name, value):
-    with pytest.raises(RingkvError, match=f"min_repeat_{name} = {value}"):
-        RepetitionDetector(**{f"min_repeat_{name}": value})
