@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ringkv.errors import RingkvError
-
 
 def partial_match(text: str, strings: Iterable[str]) -> int:
     """How many characters at the end of ``text`` could be the beginning of one of ``strings``."""
@@ -20,19 +18,14 @@ def partial_match(text: str, strings: Iterable[str]) -> int:
 class StopStrings:
     """Cuts a text before the first stop string, and holds back what could become one.
 
-    The first stop string is the one that is complete first; of those that are complete with the same character, the
-    longest, so that no part of any is shown. So the cut does not depend on how the text is divided.
+    The first stop string is the one that is complete first, and the longest of those that are complete with the same
+    character, so that no part of any is shown. The cut does not depend on how the text is divided.
 
     Args:
-        stops: none of them empty; an empty sequence stops nothing.
-
-    Raises:
-        RingkvError: an empty stop string, or one that is no string.
+        stops: none of them empty, which ``SamplingParams`` checks; an empty sequence stops nothing.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise RingkvError.bad("stop", stops, "a list of strings, none of them empty")
         self._stops = tuple(stops)
         self._held = ""
 
@@ -40,8 +33,8 @@ class StopStrings:
         """Take the next piece.
 
         Returns:
-            What may be shown now, and the stop string that is complete, if one is: then it is the end, what came after
-            it is dropped, and nothing is held.
+            What may be shown now, and the stop string that is complete, if one is. Then the text has ended: what came
+            after it is dropped, and nothing is held.
         """
         text = self._held + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
