@@ -11,10 +11,10 @@ from ringkv.engine.request import Request
 from ringkv.engine.sampling.steering import QUEUE
 from ringkv.engine.sampling.values import Sampling, suppressed
 from ringkv.engine.seeds import effective_seed
-from ringkv.engine.text.encoding import IncrementalDecoder, encode_messages
+from ringkv.engine.text.encoding import Conversation, IncrementalDecoder, encode_messages
 from ringkv.engine.text.endings import ending_tokens
 from ringkv.engine.text.templates import ChatTemplate
-from ringkv.engine.text.thoughts import ThoughtTags, strip_thought
+from ringkv.engine.text.thoughts import THINKING, ThoughtSplitter, ThoughtTags, strip_thought
 from ringkv.errors import RingkvError
 from ringkv.models.config import ModelConfig
 from ringkv.models.tokenizer import Tokenizer
@@ -81,6 +81,7 @@ class Prompts:
             RingkvError: an empty prompt, one that cannot fit, ids the model does not know.
         """
         messages: list[Message] | None = None
+        conversation = None
         if isinstance(prompt, str):
             if raw:
                 ids = self.encode_raw(prompt)
@@ -95,9 +96,11 @@ class Prompts:
         if messages is not None:
             if raw:
                 raise RingkvError("raw: messages need the chat template, which raw mode leaves out; give a text or ids")
-            ids = self.encode(messages, params.thinking)
+            conversation = self.conversation(messages, params.thinking)
+            ids = conversation.ids
         ids = self.check_ids(ids)
         pin = self._pin(ids, messages)
+        inside = self._begins_inside(ids, conversation, params.thinking is True, begun)
         ids += self.check_ids(begun) if begun else []
         sampling = Sampling.resolve(params, self.generation_config)
         seed = effective_seed(params.seed, self.engine_seed, index, sampling.greedy)
@@ -109,12 +112,17 @@ class Prompts:
             pin=pin,
             stop_ids=self._stop_ids(params, sampling),
             position_limit=self.config.max_position_embeddings,
-            **self._thought(ids, params, sampling),
+            inside_thought=inside,
+            **self._thought(params, sampling),
         )
         return [dataclasses.replace(request, sample=sample) for sample in range(params.n)]
 
     def encode(self, messages: Sequence[Message], thinking: bool | str = "auto") -> list[int]:
-        """Token ids of a conversation, with the generation prompt. Thoughts of earlier turns are left out.
+        """Token ids of a conversation; see ``conversation``."""
+        return self.conversation(messages, thinking).ids
+
+    def conversation(self, messages: Sequence[Message], thinking: bool | str = "auto") -> Conversation:
+        """A conversation with the generation prompt. Thoughts of earlier turns are left out.
 
         Args:
             thinking: True or False goes to the template as ``enable_thinking``.
@@ -122,7 +130,7 @@ class Prompts:
         if self.tags is not None:
             messages = [_without_thought(message, self.tags) for message in messages]
         wanted = thinking if isinstance(thinking, bool) else None
-        return encode_messages(self._need_tokenizer(), self.template, messages, thinking=wanted)
+        return Conversation(self._need_tokenizer(), self.template, messages, thinking=wanted, tags=self.tags)
 
     def encode_raw(self, text: str) -> list[int]:
         """Token ids of a text as it stands."""
@@ -153,8 +161,32 @@ class Prompts:
                 raise RingkvError.bad("prompt: token id", id, f"0 to {self.config.vocab_size - 1}")
         return list(ids)
 
-    def _thought(self, ids: list[int], params: SamplingParams, sampling: Sampling) -> dict[str, Any]:
-        """The fields of a request that concern its thought."""
+    def _begins_inside(
+        self, ids: list[int], conversation: Conversation | None, claimed: bool, begun: Sequence[int]
+    ) -> bool:
+        """Whether what follows a prompt, and the tokens of an answer that has begun, is a thought.
+
+        In a chat the generation prompt decides (see ``Conversation.begins_inside``), otherwise the end of the prompt
+        or, with ``thinking=True``, its last tag (see ``ThoughtTags.begins_inside``). The answer's own tags come after.
+        """
+        if self.tags is None or self.tokenizer is None:
+            return False
+        if conversation is not None:
+            inside = conversation.begins_inside()
+        else:
+            inside = self.tags.begins_inside(ids, self._written, claimed)
+        splitter, decoder = ThoughtSplitter(self.tags, inside), IncrementalDecoder(self.tokenizer)
+        for token in begun:
+            splitter.push(token, decoder.push(token))
+        return splitter.channel == THINKING
+
+    def _written(self, ids: Sequence[int]) -> str:
+        """The text of ids, special ones included."""
+        tokenizer = self._need_tokenizer()
+        return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
+
+    def _thought(self, params: SamplingParams, sampling: Sampling) -> dict[str, Any]:
+        """What a request must know of the thought that it may hold."""
         tags = self.tags
         if params.max_thinking_tokens is not None and (tags is None or tags.ids is None):
             why = "the model has no thoughts" if tags is None else f"{tags.open} and {tags.close} are not single tokens"
@@ -166,7 +198,6 @@ class Prompts:
             raise RingkvError(f"thinking_message: {len(message)} tokens; accepted are up to {QUEUE - 1}")
         return {
             "tags": tags,
-            "inside_thought": tags.begins_inside(ids, self.tokenizer.decode),
             "closing_message": message,
             "warnings": ["temperature 0: a model that thinks falls into loops more easily"] if sampling.greedy else [],
         }

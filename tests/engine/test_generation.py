@@ -75,6 +75,57 @@ def test_a_thought_that_never_closes(say):
     assert "it ended inside the thought: there is no answer" in done.warnings
 
 
+SPEAKS = "You think between <think> and it.\n" + TEMPLATE  # a template that names a tag in its system prompt
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("template", [TEMPLATE, SPEAKS])
+@pytest.mark.parametrize("prompt", ["What does <think> mean?", "<think>", "<think>\n", "</think><think>"])
+def test_a_question_about_a_thought_is_answered(say, prompt, template, special):
+    """What a message or the template says of tags opens no thought; the generation prompt does."""
+    done = say(f"A tag.{END}", template=template, special_tags=special, prompt=prompt)
+    assert (done.thinking, done.text, done.warnings) == ("", "A tag.", [])
+    opened = say(f"hm</think>A tag.{END}", template=template.replace(TEMPLATE, OPENING), prompt=prompt)
+    assert (opened.thinking, opened.text) == ("hm", "A tag.")
+
+
+@pytest.mark.parametrize(
+    "prompt, thinking, inside",
+    [
+        ("What does <think> mean?", "auto", False),
+        ("What does <think> mean?", True, True),
+        ("Hi\n<think>\n", "auto", True),
+        ("Hi\n<think>\nSo far", "auto", False),
+        ("Hi\n<think>\nSo far", True, True),
+        ("Hi\n<think>\n</think>", True, False),
+        ("Hi", True, False),
+    ],
+)
+def test_a_raw_prompt_is_inside_a_thought_where_it_ends_so_or_the_caller_says_so(prompt, thinking, inside):
+    """The same for a text and for its ids."""
+    script = Script(lambda _: byte_tokenizer().encode(f"hm</think>Yes.{END}"))
+    for one in (prompt, script.ids(prompt)):
+        done = script.engine.generate(one, SamplingParams(thinking=thinking), raw=True)
+        assert (done.thinking, done.text) == (("hm", "Yes.") if inside else ("", "hm</think>Yes."))
+
+
+@pytest.mark.parametrize(
+    "begun, inside",
+    [
+        ("", True),
+        ("hm", True),
+        ("hm</think>", False),
+        ("hm</think>The tag <think> opens", False),
+        ("<think>", True),
+    ],
+)
+def test_what_has_begun_goes_on_where_it_was(begun, inside):
+    """An answer that goes on (/continue) is inside a thought by its own tags, after those of the prompt."""
+    script = Script(lambda _: byte_tokenizer().encode(f"x{END}"), byte_tokenizer(OPENING))
+    done = [*script.engine.stream("Hi", begun=script.ids(begun))][-1].completion
+    assert (done.thinking, done.text) == (("x", "") if inside else ("", "x"))
+
+
 def test_no_thinking_shows_no_thought(say):
     done = say("Yes." + END, SamplingParams(thinking=False), template=OPENING)
     assert (done.thinking, done.text, done.thinking_tokens, done.answer_tokens) == ("", "Yes.", 0, 4)

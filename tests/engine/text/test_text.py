@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from ringkv.engine.text import sandbox
-from ringkv.engine.text.encoding import ChatTemplate, IncrementalDecoder, check_messages, encode_messages
+from ringkv.engine.text.encoding import (
+    ChatTemplate,
+    Conversation,
+    IncrementalDecoder,
+    check_messages,
+    encode_messages,
+)
+from ringkv.engine.text.thoughts import ThoughtTags
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoints.gguf import GGUFCheckpoint, smollm2_path
 from ringkv.models.tokenizer import Tokenizer
@@ -750,6 +757,50 @@ def test_what_a_template_may_do(source: str) -> None:
     messages = [dict(USER), {"role": "assistant", "content": "Yes."}]
     assert ChatTemplate(source).render(messages) == theirs().apply_chat_template(
         messages, chat_template=source, tokenize=False
+    )
+
+
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+PROMPTS = {
+    "opens": (HEAD + OPENED, True),
+    "opens and speaks": (HEAD + OPENED.replace("<think>\n", "<think>\nOkay, "), True),
+    "closes": (HEAD + OPENED.replace("<think>\n", "<think>\n\n</think>\n\n"), False),
+    "opens again": (HEAD + OPENED.replace("<think>\n", "<think></think><think>"), True),
+    "none": (HEAD + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", False),
+    "speaks of it in front": ("Think after <think>.\n" + HEAD + "{% if add_generation_prompt %}Go:{% endif %}", False),
+    "speaks of it behind": (HEAD + "Think after <think>.{% if add_generation_prompt %}\nGo:{% endif %}", False),
+    "opens behind the prompt": (HEAD + "{% if add_generation_prompt %}Go:{% endif %}\n<think>", True),
+    "otherwise ends": (HEAD + "{% if add_generation_prompt %}<think>{% else %}<|im_end|>{% endif %}", True),
+    "whatever was asked": (HEAD + "<|im_start|>assistant\n<think>\n", True),
+    "whatever was asked, and speaks": (HEAD + "<|im_start|>assistant\n<think>\nOkay, ", False),
+    "must add a prompt": (
+        "{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}" + HEAD + OPENED,
+        True,
+    ),
+    "words only": ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+    "half of it": ("{% for m in messages %}{{ m.content }}{% endfor %}think>", False),
+}
+
+
+@pytest.mark.parametrize("content", ["Hi", "What is <think>?", "<think>\n", "</think>", "x <", "</think>b<think>"])
+@pytest.mark.parametrize("case", PROMPTS)
+@pytest.mark.parametrize("single", [True, False], ids=["tokens", "texts"])
+def test_the_generation_prompt_decides_whether_a_thought_is_open(single: bool, case: str, content: str) -> None:
+    """Not what a message says, nor what the template says elsewhere."""
+    source, inside = PROMPTS[case]
+    made = backend() if single else tokenizers.Tokenizer(backend().model)
+    if not single:
+        made.pre_tokenizer, made.decoder = backend().pre_tokenizer, backend().decoder
+        made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = Tokenizer(made)
+    tags = ThoughtTags.detect(source + "<think>", tokenizer.control_tokens)
+    assert tags is not None
+    assert (tags.ids is not None) == single
+    chat = Conversation(tokenizer, ChatTemplate(source), [{"role": "user", "content": content}], tags=tags)
+    assert chat.begins_inside() == inside
+    assert b"".join(map(tokenizer.token_bytes, chat.ids)).decode() == ChatTemplate(source).render(
+        [{"role": "user", "content": content}]
     )
 
 
