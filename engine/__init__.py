@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
     from ringkv.engine.cost import step_bytes
     from ringkv.engine.engine import Engine
+    from ringkv.engine.host_memory import free_memory
     from ringkv.engine.loading import backend_of, placed
-    from ringkv.engine.memory import Planner, free_memory, parse_size, settle, size
+    from ringkv.engine.memory import Planner, parse_size, settle, size
     from ringkv.engine.policies import policy_table
+    from ringkv.engine.prompts import Prompts
     from ringkv.engine.record import DROPPED, LIVE, PREFILL, Record
     from ringkv.engine.runner import Progress, Runner
     from ringkv.engine.sampling.values import Sampling
@@ -25,16 +27,18 @@ if TYPE_CHECKING:
     from ringkv.engine.spec import describe
     from ringkv.engine.text.thoughts import ANSWER, THINKING
     from ringkv.models.config import ModelConfig
-    from ringkv.models.weights import open_checkpoint, open_config
+    from ringkv.models.weights import open_checkpoint, open_config, open_tokenizer
 
 _NAMES = {
     "engine.completion": "Completion StreamEvent",
     "engine.config": "LANE_LIMIT RingConfig SamplingParams",
     "engine.cost": "step_bytes",
     "engine.engine": "Engine",
+    "engine.host_memory": "free_memory",
     "engine.loading": "backend_of placed",
-    "engine.memory": "Planner free_memory parse_size settle size",
+    "engine.memory": "Planner parse_size settle size",
     "engine.policies": "policy_table",
+    "engine.prompts": "Prompts",
     "engine.record": "DROPPED LIVE PREFILL Record",
     "engine.runner": "Progress Runner",
     "engine.sampling.values": "Sampling",
@@ -42,7 +46,7 @@ _NAMES = {
     "engine.spec": "describe",
     "engine.text.thoughts": "ANSWER THINKING",
     "models.config": "ModelConfig",
-    "models.weights": "open_checkpoint open_config",
+    "models.weights": "open_checkpoint open_config open_tokenizer",
 }
 _HOME = {name: f"ringkv.{module}" for module, names in _NAMES.items() for name in names.split()}
 

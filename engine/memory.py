@@ -6,7 +6,6 @@ and the real prefill runs there while its live tensors are counted.
 
 from __future__ import annotations
 
-import os
 import re
 import weakref
 from bisect import bisect_left
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ringkv.engine.config import RingConfig
+from ringkv.engine.host_memory import free_memory
 from ringkv.engine.retention import Retention
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
@@ -237,8 +237,11 @@ def settle(
     Raises:
         RingkvError: with the arithmetic.
     """
-    free = free_memory(device) if free is None else free
     planner = Planner(model, dtype, packed=packed, captured=device.type == "cuda")
+    if free is None:
+        if "auto" in (ring.budget, lanes):  # for this torch loads libraries, whose memory is then not free
+            planner.prefill_bytes(replace(ring, budget=ring.least_budget))
+        free = free_memory(device)
     if loaded:
         planner.weights_bytes = planner.load_bytes = 0
     if "auto" in (ring.budget, lanes):
@@ -263,21 +266,6 @@ def settle(
             f"lane{'s' * (lanes > 1)}) = {size(planner.weights_bytes + held)}, and {size(free)} are free on {device}"
         )
     return ring, lanes
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be taken on a device without pushing anything out; None where the system does not tell."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def parse_size(text: str) -> int:

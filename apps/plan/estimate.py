@@ -9,9 +9,11 @@ from ringkv.engine import (
     LANE_LIMIT,
     ModelConfig,
     Planner,
+    Prompts,
     RingConfig,
     free_memory,
     open_config,
+    open_tokenizer,
     parse_size,
     placed,
     settle,
@@ -33,7 +35,8 @@ def estimate(
     dtype: str = "auto",
     revision: str | None = None,
 ) -> dict[str, Any]:
-    """Bytes of an engine, how many lanes and what budget fit, and full caches beside it; opens no weight.
+    """Bytes of an engine, how many lanes and what budget fit, full caches beside it, and what ends a text; no weight is
+    opened.
 
     Args:
         model: as ``open_checkpoint`` takes it; of a folder or hub id config.json is enough.
@@ -63,6 +66,7 @@ def estimate(
         "weights": "float16, products packed" if packed else plan.dtype,
         **plan.to_dict(),
         "full_cache_bytes": {str(tokens): plan.full_cache_bytes(tokens) for tokens in FULL_CACHES},
+        **_endings(model, config, ring, revision),
         "memory_bytes": room,
         "memory_source": "given" if memory is not None else f"free on {place}",
     }
@@ -73,3 +77,18 @@ def estimate(
             "most_budget": planner.most_budget(ring, lanes, room, _MOST),
         }
     return figures
+
+
+def _endings(
+    model: str | os.PathLike[str], config: ModelConfig, ring: RingConfig, revision: str | None
+) -> dict[str, Any]:
+    """The ids that end a text, with their tokens' texts; without a tokenizer, those that the configuration names."""
+    endings, problem = dict.fromkeys(config.eos_ids, ""), None
+    try:
+        generation_config, tokenizer = open_tokenizer(model, revision=revision)
+        endings = Prompts(config, tokenizer, generation_config, ring, None).endings
+        if tokenizer is None:
+            problem = "there is no tokenizer, which may know more"
+    except RingkvError as error:
+        problem = str(error)
+    return {"endings": {str(id): text for id, text in endings.items()}, "endings_problem": problem}
