@@ -268,7 +268,7 @@ def test_no_place_in_a_message_forges_a_control_token(place: str, shown: str) ->
 def test_ids_of_forged_values_equal_transformers() -> None:
     """transformers marks whole control tokens in values (not in keys) when it is asked to."""
     for token in CONTROL:
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": f"a{token}b {token}"},
             {"role": "assistant", "tool_calls": [{"name": token, "arguments": {"q": [token, {"r": token}]}}]},
             {"role": "tool", "content": token},
