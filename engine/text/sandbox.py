@@ -174,12 +174,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self,
         value: Any,
         ensure_ascii: bool = False,
-        indent: int | None = None,
+        indent: int | str | None = None,
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
         """transformers' filter: jinja's own would escape HTML."""
-        self.tick(1000 * (indent or 0))  # a line may begin with as many times the indent as Python nests calls
+        width = len(indent) if isinstance(indent, str) else max(indent or 0, 0)
+        self.tick(1000 * width)  # a line may begin with as many times the indent as Python nests calls
         encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         return "".join(map(self.charged, encoder.iterencode(self.weighed(value))))
 
