@@ -203,6 +203,7 @@ class Prompts:
         }
 
     def _stop_ids(self, params: SamplingParams, sampling: Sampling) -> frozenset[int]:
+        """The ids that end the text: those that are asked for, as ids or as stop strings, and the model's own."""
         if sampling.values["stop"] and self.tokenizer is None:
             source = "" if params.stop else " (stop_strings of generation_config)"
             raise RingkvError(f"stop{source}: this engine has no tokenizer, so no text to look in; use stop_token_ids")
@@ -216,7 +217,14 @@ class Prompts:
                     raise RingkvError.bad(f"{field}: token id", id, "the id of a token; none has this one")
                 if id in self.suppressed:
                     raise RingkvError.bad(f"{field}: token id", id, "an id that generation_config does not suppress")
-        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        ids = {id for stop in sampling.values["stop"] if (id := self._control_token(stop)) is not None}
+        return frozenset(ids.union(params.stop_token_ids)) | (frozenset() if params.ignore_eos else self.eos_ids)
+
+    def _control_token(self, text: str) -> int | None:
+        """The control token that a text is as a whole, blanks that it takes with it included."""
+        tokenizer = self._need_tokenizer()
+        id = tokenizer.control_tokens.get(text.strip())
+        return id if id is not None and id < self.vocabulary and tokenizer.encode(text) == [id] else None
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -146,13 +146,13 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._drop = tokenizer.drops_space
 
     def push(self, id: int) -> str:
         """The text that this id completes."""
-        return self._text(b"" if id in self._tokenizer.special_ids else self._tokenizer.token_bytes(id))
+        return self._text(b"" if id in self.tokenizer.special_ids else self.tokenizer.token_bytes(id))
 
     def flush(self) -> str:
         """What is held when no id follows: U+FFFD for half a character."""
