@@ -11,7 +11,7 @@ from ringkv.engine.request import Request
 from ringkv.engine.sampling.steering import QUEUE
 from ringkv.engine.sampling.values import Sampling, suppressed
 from ringkv.engine.seeds import effective_seed
-from ringkv.engine.text.encoding import Conversation, IncrementalDecoder, encode_messages
+from ringkv.engine.text.encoding import Conversation, IncrementalDecoder
 from ringkv.engine.text.endings import ending_tokens
 from ringkv.engine.text.templates import ChatTemplate
 from ringkv.engine.text.thoughts import THINKING, ThoughtSplitter, ThoughtTags, strip_thought
@@ -80,8 +80,8 @@ class Prompts:
         Raises:
             RingkvError: an empty prompt, one that cannot fit, ids the model does not know.
         """
-        messages: list[Message] | None = None
         conversation = None
+        messages: list[Message] | None = None
         if isinstance(prompt, str):
             if raw:
                 ids = self.encode_raw(prompt)
@@ -99,7 +99,7 @@ class Prompts:
             conversation = self.conversation(messages, params.thinking)
             ids = conversation.ids
         ids = self.check_ids(ids)
-        pin = self._pin(ids, messages)
+        pin = self._pin(ids, conversation)
         inside = self._begins_inside(ids, conversation, params.thinking is True, begun)
         ids += self.check_ids(begun) if begun else []
         sampling = Sampling.resolve(params, self.generation_config)
@@ -245,16 +245,13 @@ class Prompts:
             )
         return sampling
 
-    def _pin(self, ids: list[int], messages: list[Message] | None) -> int:
+    def _pin(self, ids: list[int], conversation: Conversation | None) -> int:
         """The end of the pinned span; refused where it leaves nothing to evict."""
         pin = 0
         if self.ring.pin == "prompt":
             pin = len(ids)
-        elif self.ring.pin == "system" and messages is not None and messages[0].get("role") == "system":
-            alone = encode_messages(self._need_tokenizer(), self.template, messages[:1], add_generation_prompt=False)
-            pin = next(
-                (i for i, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids))
-            )
+        elif self.ring.pin == "system" and conversation is not None:
+            pin = conversation.system_ids()
         if pin > self.ring.sinks and self.ring.policy.evicts:
             self.ring.check_protected(pin, f"pin = {self.ring.pin!r}: pinned tokens")
         return pin

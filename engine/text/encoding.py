@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from ringkv.engine.text.guard import Guard
@@ -17,6 +18,7 @@ __all__ = ["ROLES", "ChatTemplate", "Conversation", "IncrementalDecoder", "check
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_SYSTEM = ("system", "developer")
 _MAX_DEPTH = 32
 
 
@@ -94,6 +96,30 @@ class Conversation:
         if without is None or without == self._text:
             return not self._text[last.end() :].strip()
         return last.end() > _shared(without, self._text)
+
+    def system_ids(self) -> int:
+        """How many of the ids hold the system message, which the first messages are, and all that stands before it.
+
+        Its text is found in the rendered conversation by a mark at its end. What ends its turn belongs to it, where the
+        template renders the system message by itself so.
+
+        Returns:
+            0 where there is no system message, or the template does not write its text as it stands.
+        """
+        first = [*takewhile(lambda message: message["role"] in _SYSTEM, self._messages)]
+        content = first[-1].get("content", "") if first else ""
+        words = content.rstrip()
+        if not words:
+            return 0
+        marked = {**first[-1], "content": words + self._guard.mark + content[len(words) :]}
+        text = self._try([*first[:-1], marked, *self._messages[len(first) :]]) or ""
+        end = text.find(self._guard.mark)
+        if end < 0 or text.replace(self._guard.mark, "") != self._text:
+            return 0
+        end = max(end, _shared(self._try(first, prompt=False) or "", self._text))
+        end = min([end, *(tag.start() for tag in self._guard.found(self._text) if tag.start() < end < tag.end())])
+        before = self._guard.parts(self._text[:end])
+        return self._tokenizer.count_before([*before, *self._guard.parts(self._text[end:])], len(before))
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text) if self._plain else self._tokenizer.encode_parts(self._guard.parts(text))
