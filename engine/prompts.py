@@ -190,7 +190,7 @@ class Prompts:
         tags = self.tags
         if params.max_thinking_tokens is not None and (tags is None or tags.ids is None):
             why = "the model has no thoughts" if tags is None else f"{tags.open} and {tags.close} are not single tokens"
-            raise RingkvError(f"max_thinking_tokens = {params.max_thinking_tokens}: {why}; accepted is none")
+            raise RingkvError(f"max_thinking_tokens = {params.max_thinking_tokens}: {why}; accepted is None")
         if tags is None or self.tokenizer is None:
             return {}
         message = self.tokenizer.encode(params.thinking_message, control=False)

@@ -30,7 +30,7 @@ class Request:
         inside_thought: whether the prompt ends inside an open thought.
         closing_message: ids that are written before a thought is closed by force.
         position_limit: max_position_embeddings; going past it is a warning.
-        warnings: what the result must say from the start.
+        warnings: those of the result that are known before it runs.
     """
 
     index: int
@@ -145,7 +145,7 @@ class Generation:
         self.finish_reason, self.error = "error", {"type": kind, "message": message}
 
     def warnings(self) -> list[str]:
-        """What the result must say beside its text."""
+        """The warnings of the result."""
         limit, seen = self.request.position_limit, len(self.request.ids) + len(self.tokens)
         past = f"{seen} tokens were seen; the model was made for {limit} (max_position_embeddings)"
         open_thought = "it ended inside the thought: there is no answer"
@@ -190,7 +190,7 @@ class Generation:
         return pieces
 
     def _watch(self, token: int) -> None:
-        """Look for a loop, and do what the request wants done about it."""
+        """Look for a loop, and do about it what the request says."""
         found = self._detector.push(token)
         if found is None:
             return

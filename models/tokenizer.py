@@ -115,7 +115,7 @@ class Tokenizer:
                 )
             return None
         with refusing(path):
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         special_tokens = add_named_tokens(backend, folder)
         return cls(backend, special_tokens=special_tokens, chat_template=_chat_template(folder))
 

@@ -123,7 +123,7 @@ class Job:
             on_result: called after each result is written.
 
         Raises:
-            BrokenPipeError: the reader of stdout has left.
+            OSError: stdout cannot be written, or its reader has left.
         """
         status = self.status
 
@@ -131,9 +131,9 @@ class Job:
             with signals.held():
                 try:
                     self.results.append({**row.carried, "id": row.id, OURS: result})
-                except BrokenPipeError:
-                    raise
                 except OSError as error:
+                    if isinstance(self.results, StdoutResults):
+                        raise
                     raise _Unwritten(error.strerror) from error
             status.done += 1
             status.failed += result.get("error") is not None

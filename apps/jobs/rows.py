@@ -18,6 +18,9 @@ from ringkv.engine import SamplingParams
 from ringkv.errors import RingkvError
 
 OURS = "ringkv"  # the key of a result
+# Objects and lists within each other. Python's own limit depends on who calls, and a row is written and read again.
+DEEPEST = 200
+_TOO_DEEP = f"nested too deep; accepted are {DEEPEST} objects and lists within each other"
 _PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
@@ -136,12 +139,21 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RingkvError(f"byte {error.start + 1} is not UTF-8") from error
     except RecursionError as error:
-        raise RingkvError("nested too deep") from error
+        raise RingkvError(_TOO_DEEP) from error
     except ValueError as error:
         raise RingkvError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
         raise RingkvError(f"accepted is a JSON object; this is a {type(value).__name__}")
-    return value
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [one for each in level for one in (each.values() if isinstance(each, dict) else each) if _nests(one)]
+        if not level:
+            return value
+    raise RingkvError(_TOO_DEEP)
+
+
+def _nests(value: Any) -> bool:
+    return isinstance(value, (dict, list))
 
 
 def _number(text: str) -> float:

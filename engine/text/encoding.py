@@ -48,7 +48,7 @@ class Conversation:
         tags: of the model's thoughts. Where they are texts, those in a message are not the template's either.
 
     Raises:
-        RingkvError: there is no template, the messages are none, or the template fails.
+        RingkvError: there is no template, the messages are not accepted, or the template fails.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Conversation:
         tags: ThoughtTags | None = None,
     ) -> None:
         if template is None:
-            raise RingkvError("messages: the model has no chat template: accepted is a prompt in raw mode (--raw)")
+            raise RingkvError("messages: the model has no chat template; give a prompt in raw mode (--raw)")
         self._tokenizer, self._template, self._thinking, self._tags = tokenizer, template, thinking, tags
         messages = check_messages(messages)
         texts = () if tags is None else (tags.open, tags.close)
@@ -142,11 +142,11 @@ class Conversation:
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """A copy of a conversation in plain JSON types, without keys that are None.
 
-    A message has a ``role`` of ``ROLES`` and a text as its ``content``, which may be absent beside ``tool_calls``;
-    other keys are the template's.
+    A message has a ``role`` of ``ROLES`` and a text as its ``content``, which may be absent beside ``tool_calls``.
+    Other keys are left to the template.
 
     Raises:
-        RingkvError: something else; it names the message, counted from 0.
+        RingkvError: a message is something else; it is named by its index, counted from 0.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise refusal("messages", messages, "a list of at least one message")
@@ -165,10 +165,10 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 class IncrementalDecoder:
-    """Ids to text, one at a time: whole characters only, and every character once.
+    """Turns ids into text one at a time, in whole characters.
 
-    What ``push`` and at last ``flush`` return joins to ``tokenizer.decode`` of all ids. Bytes of a character that
-    is not whole are held; bytes that cannot become one are U+FFFD at once. Special ids print nothing.
+    What ``push`` returns, and ``flush`` at the end, joins to ``tokenizer.decode`` of all ids. The bytes of a character
+    are held until it is whole; bytes that cannot become one are U+FFFD at once. Special ids print nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -200,7 +200,7 @@ def _shared(one: str, other: str) -> int:
 
 
 def _plain(value: Any, at: str, depth: int = 0) -> Any:
-    """The value rebuilt of JSON types, so that a template meets no method but theirs."""
+    """The value rebuilt from JSON's types, so that a template meets only their methods."""
     if depth > _MAX_DEPTH:
         raise RingkvError(f"{at}: nested deeper than {_MAX_DEPTH}")
     if isinstance(value, str):

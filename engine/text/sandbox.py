@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Sized, ValuesView
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sized, ValuesView
 from datetime import datetime
 from typing import Any
 
@@ -65,11 +65,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
             finalize=self.weighed,
         )
-        self.filters["tojson"] = self._tojson
-        self.filters, self.tests = (
-            {name: self._metered(name, function) for name, function in table.items() if name in _SHALLOW | _DEEP}
-            for table in (self.filters, self.tests)
-        )
+        self.filters = self._metered(self.filters | {"tojson": self._tojson})
+        self.tests = self._metered(self.tests)
         self.globals = {
             "namespace": _Namespace,
             "raise_exception": self._raise,
@@ -148,8 +145,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateError("operator %: accepted are numbers; texts are joined by ~")
         return self.charged(super().call_binop(context, operator, left, right))
 
-    def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return functools.update_wrapper(functools.partial(self._run, name, function), function)
+    def _metered(self, functions: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of jinja's filters or tests that are listed."""
+        return {
+            name: functools.update_wrapper(functools.partial(self._run, name, function), function)
+            for name, function in functions.items()
+            if name in _SHALLOW | _DEEP
+        }
 
     def _run(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a filter, a test or a method, and charge before it runs for what it goes through and makes."""
@@ -200,7 +202,7 @@ def _refuse_bits(bits: int) -> None:
 
 
 class _Meter(NodeTransformer):
-    """Calls the sandbox where jinja compiles to plain Python: in loops, for ``~``, comparisons, slices and keys."""
+    """Calls the sandbox where jinja compiles to plain Python: in loops, ``~``, comparisons, slices and keys."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
@@ -217,8 +219,9 @@ class _Meter(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        for one in (node, *node.ops):
-            one.expr = self._weighed(one.expr)
+        sides: list[Any] = [node, *node.ops]
+        for side in sides:
+            side.expr = self._weighed(side.expr)
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import compress
 
-from ringkv.errors import RingkvError
-
 
 def partial_match(text: str, strings: Iterable[str]) -> int:
     """How many characters at the end of ``text`` could be the beginning of one of ``strings``."""
@@ -21,23 +19,18 @@ def partial_match(text: str, strings: Iterable[str]) -> int:
 class StopStrings:
     """Cuts a text before the first stop string, and holds back what could become one.
 
-    The first stop string is the one that is complete first; of those that are complete with the same character, the
-    longest, so that no part of any is shown. So the cut does not depend on how the text is divided.
+    The first stop string is the one that is complete first, and the longest of those that are complete with the same
+    character, so that no part of any is shown. The cut does not depend on how the text is divided.
 
     A stop string that holds the text of a control token is looked for in the text as it is shown, and in the text with
     the special tokens written out.
 
     Args:
-        stops: none of them empty; an empty sequence stops nothing.
+        stops: none of them empty, which ``SamplingParams`` checks; an empty sequence stops nothing.
         control_tokens: their texts.
-
-    Raises:
-        RingkvError: an empty stop string, or one that is no string.
     """
 
     def __init__(self, stops: Sequence[str], control_tokens: Iterable[str] = ()) -> None:
-        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
-            raise RingkvError.bad("stop", stops, "a list of strings, none of them empty")
         self._stops = tuple(stops)
         control_tokens = tuple(control_tokens) if stops else ()
         self._mixed = tuple(stop for stop in stops if any(text in stop for text in control_tokens))
@@ -51,8 +44,8 @@ class StopStrings:
             shown: False for the text of a special token, which is looked at and never shown.
 
         Returns:
-            What may be shown now, and the stop string that is complete, if one is: then it is the end, what came after
-            it is dropped, and nothing is held.
+            What may be shown now, and the stop string that is complete, if one is. Then the text has ended: what came
+            after it is dropped, and nothing is held.
         """
         if shown or self._mixed:
             self._held += text

@@ -268,7 +268,7 @@ def test_no_place_in_a_message_forges_a_control_token(place: str, shown: str) ->
 def test_ids_of_forged_values_equal_transformers() -> None:
     """transformers marks whole control tokens in values (not in keys) when it is asked to."""
     for token in CONTROL:
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": f"a{token}b {token}"},
             {"role": "assistant", "tool_calls": [{"name": token, "arguments": {"q": [token, {"r": token}]}}]},
             {"role": "tool", "content": token},
@@ -574,7 +574,7 @@ ENDLESS = {
     "a large int": "{{ (9 ** 9999) ** 9999 }}",
     "a product of ints": "{% set n = namespace(x=9) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
     "a long numeral": "{% set x = ('f' * 999999)|int(base=16) %}{{ x // (x - 1) }}",
-    "a wide indent": "{{ [[1]]|tojson(indent=10 ** 9) }}",
+    "a wide indent": "{{ [[1]]|tojson(indent=10 ** 11) }}",
     "a deep indent": "{% set n = namespace(x=[1]) %}{% for a in range(90) %}{% set n.x = [n.x] %}{% endfor %}"
     "{{ ([n.x] * 999)|tojson(indent=9) }}",
     "a long separator": "{{ ([1] * 9999)|tojson(separators=('x' * 9999, ':')) }}",
@@ -588,7 +588,7 @@ ENDLESS = {
     "scanning by filter": "{% set x = 'a' * 1000000 %}{{ (x ~ x)|trim('b' * 1000000 ~ 'a') }}",
     "scanning from the right": "{% set x = 'a' * 1000000 %}{{ (x ~ x ~ x).rsplit(x ~ 'b' ~ x, 1) }}",
     "slices that are kept": "{% set x = 'a' * 999999 %}{% set n = namespace(x=[]) %}"
-    "{% for a in range(99999) %}{% set n.x = n.x + [x[1:]] %}{% endfor %}",
+    "{% for a in range(300) %}{% set n.x = n.x + [x[1:]] %}{% endfor %}",
     "nested lists": DOUBLED + "{{ n.x }}",
     "nested lists as JSON": DOUBLED + "{{ n.x|tojson }}",
     "nested lists by ~": DOUBLED + "{{ 'x' ~ n.x }}",
@@ -601,7 +601,7 @@ ENDLESS = {
     "nested lists tested": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ n.x is eq(y) }}",
     "nested lists selected": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ [n.x]|select('in', [y])|list|length }}",
     "nested lists sorted": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ [n.x, y]|sort|length }}",
-    "nested lists mapped": DOUBLED + "{{ 'x' in [n.x]|map('string') }}",
+    "nested lists mapped": DOUBLED + "{{ [n.x]|map('default')|join }}",
     "nested values": DOUBLED
     + "{% set y = n.x %}"
     + DOUBLED
@@ -802,6 +802,48 @@ def test_the_generation_prompt_decides_whether_a_thought_is_open(single: bool, c
     assert b"".join(map(tokenizer.token_bytes, chat.ids)).decode() == ChatTemplate(source).render(
         [{"role": "user", "content": content}]
     )
+
+
+LLAMA2 = """{% if messages[0].role == 'system' %}
+{%- set system = '<<SYS>>\\n' ~ messages[0].content ~ '\\n<</SYS>>\\n\\n' %}
+{%- set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}
+{%- for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('in turn') }}{% endif %}
+{%- if m.role == 'user' %}<s>[INST] {{ (system if loop.first else '') ~ m.content }} [/INST]
+{%- else %} {{ m.content | trim }} <|im_end|>{% endif %}{% endfor %}"""
+MERGED = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+DEMANDING = "{% if messages[-1].role == 'system' %}{{ raise_exception('no question') }}{% endif %}" + PLAIN
+PINNED = {  # what is pinned of a conversation whose system message is " Be brief.\n"
+    "plain": (PLAIN, "<s><|im_start|>system\n Be brief.\n<|im_end|>\n"),
+    "trimmed": (TRIMMED, "<s><|im_start|>system\nBe brief.<|im_end|>"),
+    "demands a question": (DEMANDING, "<s><|im_start|>system\n Be brief."),
+    "llama 2": (LLAMA2, "<s>[INST] <<SYS>>\n Be brief."),
+    "merged": (MERGED, " Be brief.\n\n\n"),
+    "in the last message": (
+        "{{ messages[1:] | map(attribute='content') | join }}{{ messages[0].content }}",
+        "Hi. Be brief.",
+    ),
+    "twice": (
+        "{{ messages[0].content }}|{{ messages[0].content }}{{ messages[1].content }}",
+        " Be brief.\n| Be brief.\n",
+    ),
+    "left out": ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}", ""),
+    "in capitals": ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", " BE BRIEF.\n"),
+    "cut": ("{{ messages[0].content[:5] }}{{ messages[1].content }}", ""),
+    "counted": ("{{ messages[0].content | length }} {{ messages[0].content }}", ""),
+}
+
+
+@pytest.mark.parametrize("case", PINNED)
+@pytest.mark.parametrize("own", [smollm2, lambda: tagged()], ids=["smollm2", "bytes"])
+def test_the_system_message_is_found_in_the_rendered_conversation(own: Any, case: str) -> None:
+    source, wanted = PINNED[case]
+    tokenizer = own()
+    messages = [{"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "Hi."}]
+    chat = Conversation(tokenizer, ChatTemplate(source, SPECIAL_TOKENS), messages)
+    held = b"".join(map(tokenizer.token_bytes, chat.ids[: chat.system_ids()])).decode()
+    assert held.startswith(wanted)
+    assert len(held) - len(wanted) < 3, "a token may hold the characters behind"
+    assert (chat.system_ids() == 0) == (wanted == "")
 
 
 def pushed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
