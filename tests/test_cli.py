@@ -325,6 +325,22 @@ def test_a_file_of_prompts(tiny, tmp_path):
     assert json.loads(out)["ringkv"]["completion_tokens"] == 3
 
 
+def test_options_that_do_nothing_are_named(tiny, tmp_path):
+    """Issue 14, 9: in the summary, in the JSON and in every line of a file of results."""
+    common = ["-m", tiny, *TINY, "--max-tokens", 3]
+    seed = "seed = -1 is a fixed seed, as every int is: leave it out to have one drawn"
+    raw = "thinking = True does nothing: no chat template reads it (raw mode, or token ids)"
+    _, _, err = run("generate", "Hi", *common, "--raw", "--thinking", "--seed", -1)
+    assert f"warning: {raw}\nwarning: {seed}\n" in err
+    assert json.loads(run("generate", "Hi", *common, "--raw", "--thinking", "--json")[1])["warnings"] == [raw]
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Hi", "temperature": 0}\n')
+    code, out, err = run("generate", "--input", tmp_path / "in.jsonl", "--output", "-", *common, "--raw", "--seed", -1)
+    first, second = sorted((json.loads(line) for line in out.splitlines()), key=lambda one: one["id"])
+    assert (code, first["ringkv"]["warnings"]) == (0, [seed])
+    assert second["ringkv"]["warnings"][1].startswith("temperature beside params does nothing")
+    assert f"results with warnings: 2; the first warning: {seed}" in err
+
+
 def test_score(tiny, tmp_path):
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 3)
     code, out, _ = run("score", tmp_path / "text.txt", "-m", tiny, *TINY, "--backend", "torch", "--json")

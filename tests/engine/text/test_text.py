@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -506,6 +507,19 @@ def test_messages_are_plain_and_without_none() -> None:
     ]
 
 
+PRINTED = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}{% endfor %}"
+KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+@pytest.mark.parametrize("values", list(itertools.product([None, "", "hm"], [None, "so"], [None, "well"])))
+def test_thoughts_are_under_the_keys_that_transformers_gives_them(values: tuple[str | None, ...]) -> None:
+    answer = {"role": "assistant", "content": "A", **dict(zip(KEYS, values, strict=True))}
+    for source in (PRINTED, THINKING):
+        chat, messages = ChatTemplate(source), [USER, answer, USER, answer]
+        wanted = theirs().apply_chat_template(messages, chat_template=source, return_dict=False)
+        assert encode_messages(tagged(), chat, messages, add_generation_prompt=False) == wanted
+
+
 def test_half_a_surrogate_pair_in_a_message() -> None:
     with pytest.raises(RingkvError, match="surrogate"):
         encode_messages(tagged(), template("plain"), [{"role": "user", "content": "\ud83d"}])
@@ -822,10 +836,7 @@ PINNED = {  # what is pinned of a conversation whose system message is " Be brie
         "{{ messages[1:] | map(attribute='content') | join }}{{ messages[0].content }}",
         "Hi. Be brief.",
     ),
-    "twice": (
-        "{{ messages[0].content }}|{{ messages[0].content }}{{ messages[1].content }}",
-        " Be brief.\n| Be brief.\n",
-    ),
+    "twice": ("{{ messages[0].content }}|{{ messages[0].content }}{{ messages[1].content }}", " Be brief."),
     "left out": ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}", ""),
     "in capitals": ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", " BE BRIEF.\n"),
     "cut": ("{{ messages[0].content[:5] }}{{ messages[1].content }}", ""),
@@ -844,6 +855,15 @@ def test_the_system_message_is_found_in_the_rendered_conversation(own: Any, case
     assert held.startswith(wanted)
     assert len(held) - len(wanted) < 3, "a token may hold the characters behind"
     assert (chat.system_ids() == 0) == (wanted == "")
+
+
+def test_a_system_message_stands_at_the_beginning() -> None:
+    system, blank = {"role": "system", "content": "Be brief."}, {"role": "system", "content": " "}
+    for messages in ([USER, system], [USER], [blank, USER]):
+        assert Conversation(tagged(), template("plain"), messages).system_ids() is None
+    two = Conversation(tagged(), template("plain"), [{"role": "developer", "content": "Why?"}, system, USER])
+    head = "<s><|im_start|>developer\nWhy?<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert two.ids[: two.system_ids()] == tagged().encode(head)
 
 
 def pushed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
