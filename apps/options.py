@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ringkv.engine import Engine, RingConfig, SamplingParams
 
 SAMPLING_FIELDS: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "thinking")
-SAMPLING_FIELDS += ("max_thinking_tokens", "on_repetition")
+SAMPLING_FIELDS += ("stop_token_ids", "max_thinking_tokens", "on_repetition")
 # The headings of --help.
 RING, SAMPLING, MACHINE, OUTPUT = "Ring", "Sampling", "Model and machine", "Output"
 MEASURED = "What is measured"
@@ -145,6 +145,9 @@ class Options:
     ] = None
     stop: Annotated[
         list[str] | None, option("A string that ends the text; may be repeated.", SAMPLING, parser=argument_text)
+    ] = None
+    stop_token_ids: Annotated[
+        list[Any] | None, numeric("The id of a token that ends the text; may be repeated.", SAMPLING, "--stop-token-id")
     ] = None
     thinking: Annotated[
         bool | None, flag("Ask the chat template for a thought, or for none.", SAMPLING, "--thinking/--no-thinking")

@@ -86,6 +86,8 @@ def summary(status: Status, output: str) -> str:
     """One line: what is done, what failed, and how to go on."""
     line = f"[{status.done} of {status.wanted} results of {status.rows} rows, {status.failed} failed, "
     line += f"{status.tokens} tokens and {status.evictions} evictions in this run]"
+    if status.warned:
+        line += f"\nresults with warnings: {status.warned}; the first warning: {status.warning}"
     if status.problem:
         line += f"\nringkv: {status.problem}"
     elif status.interrupted:

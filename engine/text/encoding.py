@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from ringkv.engine.text.guard import Guard
@@ -17,6 +18,8 @@ __all__ = ["ROLES", "ChatTemplate", "Conversation", "IncrementalDecoder", "check
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_SYSTEM = ("system", "developer")
+_THOUGHT = ("reasoning_content", "thinking", "reasoning")
 _MAX_DEPTH = 32
 
 
@@ -95,6 +98,30 @@ class Conversation:
             return not self._text[last.end() :].strip()
         return last.end() > _shared(without, self._text)
 
+    def system_ids(self) -> int | None:
+        """How many of the ids hold the system message, which the first messages are, and all that stands before it.
+
+        Its text is found in the rendered conversation by a mark at its end. What ends its turn belongs to it, where the
+        template renders the system message by itself so.
+
+        Returns:
+            None where there is no system message, and 0 where the template does not write all of its text.
+        """
+        first = [*takewhile(lambda message: message["role"] in _SYSTEM, self._messages)]
+        content = first[-1].get("content", "") if first else ""
+        words = content.rstrip()
+        if not words:
+            return None
+        marked = {**first[-1], "content": words + self._guard.mark + content[len(words) :]}
+        text = self._try([*first[:-1], marked, *self._messages[len(first) :]]) or ""
+        end = text.find(self._guard.mark)
+        if end < 0 or text.replace(self._guard.mark, "") != self._text:
+            return 0
+        end = max(end, _shared(self._try(first, prompt=False) or "", self._text))
+        end = min([end, *(tag.start() for tag in self._guard.found(self._text) if tag.start() < end < tag.end())])
+        before = self._guard.parts(self._text[:end])
+        return self._tokenizer.count_before([*before, *self._guard.parts(self._text[end:])], len(before))
+
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text) if self._plain else self._tokenizer.encode_parts(self._guard.parts(text))
 
@@ -117,7 +144,9 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     """A copy of a conversation in plain JSON types, without keys that are None.
 
     A message has a ``role`` of ``ROLES`` and a text as its ``content``, which may be absent beside ``tool_calls``.
-    Other keys are left to the template.
+    Other keys are left to the template. A thought is passed on as transformers does it: the first of
+    ``reasoning_content``, ``thinking`` and ``reasoning`` that a message has is its ``reasoning_content``, and its
+    ``thinking`` where it has none.
 
     Raises:
         RingkvError: a message is something else; it is named by its index, counted from 0.
@@ -134,7 +163,8 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
             raise refusal(f"{at}.role", plain.get("role"), ", ".join(ROLES))
         if not isinstance(plain.get("content", "" if plain.get("tool_calls") else None), str):
             raise refusal(f"{at}.content", plain.get("content"), "a text")
-        checked.append(plain)
+        thought = next((plain[key] for key in _THOUGHT if key in plain), None)
+        checked.append(plain if thought is None else {"thinking": thought, **plain, "reasoning_content": thought})
     return checked
 
 
@@ -146,13 +176,13 @@ class IncrementalDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._drop = tokenizer.drops_space
 
     def push(self, id: int) -> str:
         """The text that this id completes."""
-        return self._text(b"" if id in self._tokenizer.special_ids else self._tokenizer.token_bytes(id))
+        return self._text(b"" if id in self.tokenizer.special_ids else self.tokenizer.token_bytes(id))
 
     def flush(self) -> str:
         """What is held when no id follows: U+FFFD for half a character."""

@@ -32,6 +32,9 @@ class Guard:
         control_tokens: ids by text.
         messages: checked.
         texts: further ones that only the template writes, and that are no tokens.
+
+    Attributes:
+        mark: another character that nothing holds.
     """
 
     def __init__(
@@ -47,9 +50,10 @@ class Guard:
         )
         used = set(surroundings)
         unused = islice((letter for letter in _RARE if letter not in used), _TRIES)
-        self._guard = next((one for one in unused if not any(form in surroundings for form in _forms(one))), "")
-        if not self._guard:
+        letters = [one for one in unused if not any(form in surroundings for form in _forms(one))]
+        if len(letters) < 2:
             raise RingkvError(f"messages: they hold almost all of {len(_RARE)} rare letters; accepted are fewer")
+        self._guard, self.mark = letters[:2]
         self._texts = sorted({*control_tokens, *texts}, key=len, reverse=True)
         self._pattern = re.compile(f"(?<!{self._guard})({'|'.join(map(re.escape, self._texts)) or '(?!)'})")
         # A template may write what a message says in small letters, or in capitals.

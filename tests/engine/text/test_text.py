@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -506,6 +507,19 @@ def test_messages_are_plain_and_without_none() -> None:
     ]
 
 
+PRINTED = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}{% endfor %}"
+KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+@pytest.mark.parametrize("values", list(itertools.product([None, "", "hm"], [None, "so"], [None, "well"])))
+def test_thoughts_are_under_the_keys_that_transformers_gives_them(values: tuple[str | None, ...]) -> None:
+    answer = {"role": "assistant", "content": "A", **dict(zip(KEYS, values, strict=True))}
+    for source in (PRINTED, THINKING):
+        chat, messages = ChatTemplate(source), [USER, answer, USER, answer]
+        wanted = theirs().apply_chat_template(messages, chat_template=source, return_dict=False)
+        assert encode_messages(tagged(), chat, messages, add_generation_prompt=False) == wanted
+
+
 def test_half_a_surrogate_pair_in_a_message() -> None:
     with pytest.raises(RingkvError, match="surrogate"):
         encode_messages(tagged(), template("plain"), [{"role": "user", "content": "\ud83d"}])
@@ -805,6 +819,54 @@ def test_the_generation_prompt_decides_whether_a_thought_is_open(single: bool, c
     assert b"".join(map(tokenizer.token_bytes, chat.ids)).decode() == ChatTemplate(source).render(
         [{"role": "user", "content": content}]
     )
+
+
+LLAMA2 = """{% if messages[0].role == 'system' %}
+{%- set system = '<<SYS>>\\n' ~ messages[0].content ~ '\\n<</SYS>>\\n\\n' %}
+{%- set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}
+{%- for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('in turn') }}{% endif %}
+{%- if m.role == 'user' %}<s>[INST] {{ (system if loop.first else '') ~ m.content }} [/INST]
+{%- else %} {{ m.content | trim }} <|im_end|>{% endif %}{% endfor %}"""
+MERGED = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+DEMANDING = "{% if messages[-1].role == 'system' %}{{ raise_exception('no question') }}{% endif %}" + PLAIN
+PINNED = {  # what is pinned of a conversation whose system message is " Be brief.\n"
+    "plain": (PLAIN, "<s><|im_start|>system\n Be brief.\n<|im_end|>\n"),
+    "trimmed": (TRIMMED, "<s><|im_start|>system\nBe brief.<|im_end|>"),
+    "demands a question": (DEMANDING, "<s><|im_start|>system\n Be brief."),
+    "llama 2": (LLAMA2, "<s>[INST] <<SYS>>\n Be brief."),
+    "merged": (MERGED, " Be brief.\n\n\n"),
+    "in the last message": (
+        "{{ messages[1:] | map(attribute='content') | join }}{{ messages[0].content }}",
+        "Hi. Be brief.",
+    ),
+    "twice": ("{{ messages[0].content }}|{{ messages[0].content }}{{ messages[1].content }}", " Be brief."),
+    "left out": ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}", ""),
+    "in capitals": ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", " BE BRIEF.\n"),
+    "cut": ("{{ messages[0].content[:5] }}{{ messages[1].content }}", ""),
+    "counted": ("{{ messages[0].content | length }} {{ messages[0].content }}", ""),
+}
+
+
+@pytest.mark.parametrize("case", PINNED)
+@pytest.mark.parametrize("own", [smollm2, lambda: tagged()], ids=["smollm2", "bytes"])
+def test_the_system_message_is_found_in_the_rendered_conversation(own: Any, case: str) -> None:
+    source, wanted = PINNED[case]
+    tokenizer = own()
+    messages = [{"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "Hi."}]
+    chat = Conversation(tokenizer, ChatTemplate(source, SPECIAL_TOKENS), messages)
+    held = b"".join(map(tokenizer.token_bytes, chat.ids[: chat.system_ids()])).decode()
+    assert held.startswith(wanted)
+    assert len(held) - len(wanted) < 3, "a token may hold the characters behind"
+    assert (chat.system_ids() == 0) == (wanted == "")
+
+
+def test_a_system_message_stands_at_the_beginning() -> None:
+    system, blank = {"role": "system", "content": "Be brief."}, {"role": "system", "content": " "}
+    for messages in ([USER, system], [USER], [blank, USER]):
+        assert Conversation(tagged(), template("plain"), messages).system_ids() is None
+    two = Conversation(tagged(), template("plain"), [{"role": "developer", "content": "Why?"}, system, USER])
+    head = "<s><|im_start|>developer\nWhy?<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert two.ids[: two.system_ids()] == tagged().encode(head)
 
 
 def pushed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
