@@ -513,9 +513,9 @@ KEYS = ("reasoning_content", "thinking", "reasoning")
 
 @pytest.mark.parametrize("values", list(itertools.product([None, "", "hm"], [None, "so"], [None, "well"])))
 def test_thoughts_are_under_the_keys_that_transformers_gives_them(values: tuple[str | None, ...]) -> None:
-    answer = {"role": "assistant", "content": "A", **dict(zip(KEYS, values, strict=True))}
+    answer: dict[str, Any] = {"role": "assistant", "content": "A", **dict(zip(KEYS, values, strict=True))}
     for source in (PRINTED, THINKING):
-        chat, messages = ChatTemplate(source), [USER, answer, USER, answer]
+        chat, messages = ChatTemplate(source), [dict[str, Any](USER), answer, dict[str, Any](USER), answer]
         wanted = theirs().apply_chat_template(messages, chat_template=source, return_dict=False)
         assert encode_messages(tagged(), chat, messages, add_generation_prompt=False) == wanted
 
