@@ -28,7 +28,8 @@ class PackedLinear:
     """The same product: weights rounded to float16 and packed by FBGEMM, activations and sums in float32.
 
     A decode step reads every weight once, so its time is mostly that of their bytes; and unlike a product in bfloat16
-    this one rounds the weights alone. A row of the result does not depend on the other rows.
+    this one rounds the weights alone. A row of the result does not depend on what the other rows hold. In its last bits
+    it may depend on how many there are, where the processor has no AVX-512.
 
     It is made without weights, which ``pack`` sets and replaces: so the decoder can be built first, and then filled
     product by product, and what a product was packed from need not outlive it.
