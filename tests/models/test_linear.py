@@ -51,7 +51,7 @@ def test_only_the_weights_are_rounded(rows, size, bias):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 12, 16])
 def test_a_row_depends_neither_on_the_others_nor_on_its_place(rows):
-    """With as many rows as a step has (see ``Runner``). Of other numbers FBGEMM computes some rows by another kernel."""
+    """With as many rows as a step has (see ``Runner``); of other numbers FBGEMM computes some by another kernel."""
     linear, row = packed(random(65, 96)), random(1, 96, seed=1)
     results = []
     for place in range(rows):
