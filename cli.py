@@ -157,7 +157,9 @@ def plan(
 
 
 @app.command()
+@with_options("debug")
 def trace(
+    options: Options,
     file: Annotated[
         Path, typer.Argument(help="What `ringkv generate --trace FILE` wrote.", metavar="FILE", show_default=False)
     ],
@@ -165,13 +167,11 @@ def trace(
         Path | None, option("Write a page: the text, shaded, over time; by layer and head.", OUTPUT, metavar="FILE")
     ] = None,
     png: Annotated[Path | None, option("Draw the survival map (needs matplotlib).", OUTPUT, metavar="FILE")] = None,
-    debug: Annotated[bool, flag("Show tracebacks and log lines.", OUTPUT, "--debug")] = False,
 ) -> None:
     """Show what the ring remembered of a generation: as a page, as a picture, or in a few lines."""
-    with reporting(debug):
-        from ringkv.apps.trace.terminal import show_trace
+    from ringkv.apps.trace.terminal import show_trace
 
-        show_trace(file, html, png)
+    show_trace(file, html, png)
 
 
 @app.command()

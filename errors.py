@@ -1,4 +1,4 @@
-"""The one exception a caller needs to catch, and the checks of numbers that raise it."""
+"""The one exception a caller needs to catch, the checks that raise it, and how a message tells an amount of memory."""
 
 from __future__ import annotations
 
@@ -57,3 +57,12 @@ def check_number(field: str, value: object, low: float, high: float) -> None:
     """Refuse what is not a number from ``low`` to ``high``; NaN is none."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
         raise RingkvError.bad(field, value, f"a number from {low:g} to {high:g}")
+
+
+def size(count: float) -> str:
+    """Bytes for a person: "1.25 GiB"."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ringkv.engine import Engine, RingConfig, SamplingParams
 
 SAMPLING_FIELDS: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "thinking")
-SAMPLING_FIELDS += ("max_thinking_tokens", "on_repetition")
+SAMPLING_FIELDS += ("stop_token_ids", "max_thinking_tokens", "on_repetition")
 # The headings of --help.
 RING, SAMPLING, MACHINE, OUTPUT = "Ring", "Sampling", "Model and machine", "Output"
 MEASURED = "What is measured"
@@ -146,6 +146,9 @@ class Options:
     stop: Annotated[
         list[str] | None, option("A string that ends the text; may be repeated.", SAMPLING, parser=argument_text)
     ] = None
+    stop_token_ids: Annotated[
+        list[Any] | None, numeric("The id of a token that ends the text; may be repeated.", SAMPLING, "--stop-token-id")
+    ] = None
     thinking: Annotated[
         bool | None, flag("Ask the chat template for a thought, or for none.", SAMPLING, "--thinking/--no-thinking")
     ] = None
@@ -192,6 +195,8 @@ class Options:
         """Load the model that these options name, with their ring."""
         from ringkv.engine import Engine
 
+        if self.quiet:  # huggingface_hub reads it when it is imported
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         ring = self.ring()
         machine = self.given("device", "dtype", "backend", "revision", "threads", "seed")
         engine = Engine.from_pretrained(self.model, ring=ring, lanes=lanes, **machine)

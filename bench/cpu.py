@@ -24,8 +24,9 @@ from ringkv.apps.measure.bench import Clock, copy_bandwidth, peak_bytes, reset_p
 from ringkv.apps.measure.peer import load_peer, peer_times
 from ringkv.bench import lanes, llama
 from ringkv.bench.common import finish, note, table, timed
-from ringkv.engine.cost import step_bytes
-from ringkv.engine.memory import LiveBytes, Planner
+from ringkv.engine.cost import bytes_read
+from ringkv.engine.live_bytes import LiveBytes
+from ringkv.engine.memory import Planner
 from ringkv.models.decoder import Decoder, Mlp
 
 PROMPT, BUDGET, AROUND, PASSES = 64, 512, 96, 24
@@ -191,8 +192,7 @@ def main() -> None:
     for name, times in peers.items():
         rows += [[name, *(f"{times[seen][1]:.1f}" for seen in lengths), f"{times[prompt][0] / 1e3:.2f}"]]
     note(table(["ms a token after", *map(str, lengths), f"prefill of {prompt}, s"], rows))
-    sizes = engine.model.dtype.itemsize, engine.model.weight_dtype.itemsize
-    moved = step_bytes(engine.model.config, 1, int(engine.ring.spans.sum()), *sizes)
+    moved = bytes_read(engine.model, 1, int(engine.ring.spans.sum()))
     achieved = moved / run.around(long) / 1e6
     note(f"{achieved:.1f} GB/s in a step, {bandwidth / 1e9:.1f} in a copy")
     note(

@@ -33,16 +33,17 @@ from ringkv.apps.measure.peer import quiet
 from ringkv.bench.common import finish
 from ringkv.bench.mutations import INDEX, MUTATIONS, make_bases
 from ringkv.errors import RingkvError
+from ringkv.models.checkpoints.open import open_checkpoint
 from ringkv.models.decoder import Decoder, Layer
 from ringkv.models.families import HARMLESS
-from ringkv.models.weights import load_decoder, open_checkpoint
+from ringkv.models.weights import load_decoder
 
 LIMIT_S = 5.0
 REQUIRED = {"factor", "low_freq_factor", "high_freq_factor"}
-CONFIGURATIONS = ("config.json", "tokenizer_config.json", "special_tokens_map.json")
+CONFIGURATIONS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 CPU = torch.device("cpu")
 IDS = torch.tensor([5, 17, 3, 250, 99, 5, 17, 64, 1, 2, 200, 31])
-TEXT = "Why is the sky blue? 하늘 <think>x</think> 1234"
+TEXT = "Why is the sky blue? 하늘 <think>x</think> <x>Why <y> <|im_end|> </s>1234"
 
 
 def main() -> None:
@@ -144,13 +145,8 @@ class Case:
         error = (logits - wanted).abs().max()
         if not error <= 1e-4 * wanted.abs().max():
             self.failure = f"logits differ by {error:.3g} of {wanted.abs().max():.3g}"
-        if tokens is not None:
-            from tokenizers import Tokenizer
-
-            backend = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
-            backend.no_truncation()
-            if tokens != backend.encode(TEXT, add_special_tokens=False).ids:
-                self.failure = "token ids differ"
+        if tokens is not None and (ids := reference_ids(self.folder)) not in (None, tokens):
+            self.failure = f"token ids differ: {tokens}, and not {ids}"
 
 
 def plain_logits(decoder: Decoder, ids: Tensor) -> Tensor:
@@ -191,6 +187,17 @@ def reference_logits(folder: Path) -> Tensor:
         if (path := folder / INDEX).exists():
             path.write_text(json.dumps(json.loads(path.read_text()) | {"metadata": {}}))
         return logits()
+
+
+def reference_ids(folder: Path) -> list[int] | None:
+    """transformers' ids of the text, by tokenizer.json whatever class the configuration names; None if it refuses."""
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        ids: list[int] = PreTrainedTokenizerFast.from_pretrained(folder).encode(TEXT, add_special_tokens=False)
+    except Exception:
+        return None
+    return ids
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ from ringkv.engine.graph import GraphRunner, capture
 from ringkv.engine.ring.evict import evict_due, live_tokens
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler, Sampling
+from ringkv.engine.sampling.values import Sampling
 from ringkv.kernels.append import value_range
 from ringkv.kernels.backend import use
 from ringkv.kernels.rotate import Angles

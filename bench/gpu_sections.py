@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ringkv.apps.measure.bench import Clock, copy_bandwidth, peak_bytes, reset_peak, run_steps
 from ringkv.bench.gpu_parts import SAMPLED, Setting, age, build, kernel_cases, make, transformers_step_ms
-from ringkv.engine.cost import step_bytes
-from ringkv.engine.memory import LiveBytes, Planner
+from ringkv.engine.cost import bytes_read
+from ringkv.engine.live_bytes import LiveBytes
+from ringkv.engine.memory import Planner
 from ringkv.engine.runner import Runner
 from ringkv.kernels.backend import use
 
@@ -95,7 +96,7 @@ def decode(setting: Setting, until: float) -> Iterator[Figures]:
                 for state, evictions in (("fresh", 0), ("evicted", setting.aged)):
                     age(runner, evictions, setting.backend)
                     slots = runner.ring.config.capacity if evictions else int(runner.ring.counts.max())
-                    read = step_bytes(config, lanes, lanes * config.layers * slots, decoder.dtype.itemsize)
+                    read = bytes_read(decoder, lanes, lanes * config.layers * slots)
                     ms, floor = step_times(runner, setting)["median"], 1e3 * read / figures["bandwidth"]
                     row[state] = {"ms": ms, "bytes": read, "floor_ms": floor, "ratio": ms / floor}
                 figures["steps"].append(row)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ringkv.apps.measure.bench import Clock
-from ringkv.models.weights import open_checkpoint
+from ringkv.models.checkpoints.open import open_checkpoint
 
 KINDS = ("f16", "q8_0")
 STEPS = 24

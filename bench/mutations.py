@@ -222,11 +222,44 @@ def mutate_tokenizer(rng: random.Random, folder: Path) -> str:
     return f"{path.name}: {told}"
 
 
+def mutate_special_tokens(rng: random.Random, folder: Path) -> str:
+    """Name tokens, most of which tokenizer.json lacks, in one or two of the files that may; damage some."""
+    size = 264  # of the tokenizer that save_tokenizer makes
+    told = []
+    for _ in range(rng.choice([1, 1, 2])):
+        texts = rng.sample(["<x>", "<y>", "<|im_end|>", "</s>", "<think>", "Why", "s"], rng.randrange(1, 4))
+        tokens: list[Any] = [rng.choice([text, named(rng, text)]) for text in texts]
+        decoder = {str(size + i): named(rng, text) for i, text in enumerate(texts)}
+        name, key, value = rng.choice(
+            [
+                ("tokenizer_config", "added_tokens_decoder", decoder),
+                ("tokenizer_config", rng.choice(["extra_special_tokens", "additional_special_tokens"]), tokens),
+                ("tokenizer_config", "extra_special_tokens", {f"{text}_token": text for text in texts}),
+                ("tokenizer_config", rng.choice(["eos_token", "pad_token", "image_token", "a_token"]), tokens[0]),
+                ("special_tokens_map", rng.choice(["eos_token", "unk_token", "image_token"]), tokens[0]),
+                ("special_tokens_map", rng.choice(["extra_special_tokens", "additional_special_tokens"]), texts),
+                *(("added_tokens", text, size + i) for i, text in enumerate(texts[:1])),
+            ]
+        )
+        path = folder / f"{name}.json"
+        content = json.loads(path.read_text()) if path.exists() else {}
+        content[key] = value
+        told.append(f"{name}.{key}" + (f" ({change_json(rng, content)})" if rng.random() < 0.5 else ""))
+        path.write_text(json.dumps(content))
+    return ", ".join(told)
+
+
+def named(rng: random.Random, text: str) -> dict[str, Any]:
+    flags = {flag: rng.random() < 0.3 for flag in ("lstrip", "normalized", "rstrip", "single_word")}
+    return {"__type": "AddedToken", "content": text, "special": rng.random() < 0.7, **flags}
+
+
 MUTATIONS: dict[str, Callable[[random.Random, Path], str]] = {
     "config": mutate_config,
     "index": mutate_index,
     "header": mutate_header,
     "tokenizer": mutate_tokenizer,
+    "special tokens": mutate_special_tokens,
 }
 
 

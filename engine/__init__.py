@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ringkv.engine.completion import Completion, StreamEvent
     from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
-    from ringkv.engine.cost import step_bytes
+    from ringkv.engine.cost import bytes_read
     from ringkv.engine.engine import Engine
     from ringkv.engine.host_memory import free_memory
-    from ringkv.engine.loading import backend_of, placed
-    from ringkv.engine.memory import Planner, parse_size, settle, size
+    from ringkv.engine.loading import resolve_runtime
+    from ringkv.engine.memory import Planner, settle
     from ringkv.engine.policies import policy_table
     from ringkv.engine.prompts import Prompts
     from ringkv.engine.record import DROPPED, LIVE, PREFILL, Record
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from ringkv.engine.seeds import effective_seed
     from ringkv.engine.spec import describe
     from ringkv.engine.text.thoughts import ANSWER, THINKING
+    from ringkv.models.checkpoints.open import open_checkpoint, open_config, open_tokenizer
     from ringkv.models.config import ModelConfig
-    from ringkv.models.weights import open_checkpoint, open_config, open_tokenizer
 
 _NAMES = {
     "engine.completion": "Completion StreamEvent",
     "engine.config": "LANE_LIMIT RingConfig SamplingParams",
-    "engine.cost": "step_bytes",
+    "engine.cost": "bytes_read",
     "engine.engine": "Engine",
     "engine.host_memory": "free_memory",
-    "engine.loading": "backend_of placed",
-    "engine.memory": "Planner parse_size settle size",
+    "engine.loading": "resolve_runtime",
+    "engine.memory": "Planner settle",
     "engine.policies": "policy_table",
     "engine.prompts": "Prompts",
     "engine.record": "DROPPED LIVE PREFILL Record",
@@ -45,8 +45,8 @@ _NAMES = {
     "engine.seeds": "effective_seed",
     "engine.spec": "describe",
     "engine.text.thoughts": "ANSWER THINKING",
+    "models.checkpoints.open": "open_checkpoint open_config open_tokenizer",
     "models.config": "ModelConfig",
-    "models.weights": "open_checkpoint open_config open_tokenizer",
 }
 _HOME = {name: f"ringkv.{module}" for module, names in _NAMES.items() for name in names.split()}
 

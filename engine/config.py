@@ -101,6 +101,8 @@ class RingConfig:
 class SamplingParams:
     """How the tokens of one request are drawn. None: generation_config's value, else the default.
 
+    Where ``min_tokens`` is 0 or ``stop`` is empty, generation_config's value holds too.
+
     Attributes:
         temperature: 0 (or below 1e-5) is argmax. Default 0.6.
         top_p: the smallest set of most likely tokens that reaches it. Default 0.95.
@@ -115,9 +117,10 @@ class SamplingParams:
         min_tokens: no ending token is drawn before.
         stop: strings that end the text, in thought and answer; the text is cut before them.
         stop_token_ids: tokens that end the text, beside the model's own.
-        ignore_eos: go on after the model's own ending tokens.
+        ignore_eos: go on after the model's own ending tokens, and after generation_config's stop strings.
         logprobs: report this many of the likeliest tokens at each place; 0 reports the drawn one alone.
-        thinking: True, False or "auto"; goes to the chat template.
+        thinking: True, False or "auto"; goes to the chat template. A prompt without one (raw, or ids) begins a thought
+            where it ends with the opening tag; with True, also where its last tag opens further up.
         max_thinking_tokens: the thought is closed after so many tokens.
         thinking_message: what is written before it is closed.
         on_repetition: "stop", "close_thought" or "ignore".

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from ringkv.models.config import ModelConfig
+from ringkv.models.decoder import Decoder
 
 
-def step_bytes(model: ModelConfig, lanes: int, slots: int, itemsize: int, weight_itemsize: int | None = None) -> int:
+def bytes_read(model: Decoder, lanes: int, slots: int) -> int:
     """Bytes that one step reads: every weight once, and the keys and values of all slots that attention looks at.
 
     Args:
         lanes: sequences that run.
-        slots: read a KV head, summed over all layers and lanes: in each the live ones until its first eviction, then
-            all of them.
-        itemsize: bytes of a number in the ring.
-        weight_itemsize: bytes of a number in the weights; None is the same.
-
-    An untied embedding is read in ``lanes`` rows only; of a sparse MLP the routed experts count, once for each lane as
-    long as there are that many.
+        slots: read a KV head, summed over layers and lanes: the live ones until the first eviction, then all of them.
     """
-    weights = weight_bytes(model, lanes, itemsize if weight_itemsize is None else weight_itemsize)
-    return weights + slots * slot_bytes(model, itemsize) // model.layers
+    config = model.config
+    weights = weight_bytes(config, lanes, model.weight_dtype.itemsize)
+    return weights + slots * slot_bytes(config, model.dtype.itemsize) // config.layers
 
 
 def slot_bytes(model: ModelConfig, itemsize: int) -> int:
@@ -28,7 +24,14 @@ def slot_bytes(model: ModelConfig, itemsize: int) -> int:
 
 
 def weight_bytes(model: ModelConfig, lanes: int, itemsize: int) -> int:
-    """The weights that a step reads."""
+    """The weights that a step reads.
+
+    An untied embedding is read in ``lanes`` rows only; of a sparse MLP the routed experts count, once for each lane as
+    long as there are that many.
+
+    Args:
+        itemsize: bytes of a number.
+    """
     hidden, d = model.hidden_size, model.head_dim
     q, kv = model.heads * d, model.kv_heads * d
     attention = hidden * (q + 2 * kv) + q * hidden + 2 * hidden

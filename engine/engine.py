@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
@@ -16,7 +17,6 @@ from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
 from ringkv.engine.graph import make_runner
 from ringkv.engine.loading import load
 from ringkv.engine.loop import Loop
-from ringkv.engine.memory import settle
 from ringkv.engine.prompts import Prompt, Prompts
 from ringkv.engine.record import Record, Recorder, check_countable
 from ringkv.engine.report import completion, failure
@@ -25,11 +25,14 @@ from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Progress, Runner
 from ringkv.engine.score import token_scores
 from ringkv.errors import RingkvError, check_count, check_int
-from ringkv.kernels.backend import check, resolve, use
+from ringkv.kernels.backend import check, use
+from ringkv.models.checkpoints.base import Checkpoint
+from ringkv.models.checkpoints.open import open_checkpoint
+from ringkv.models.checkpoints.state_dict import StateDictCheckpoint
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
 from ringkv.models.tokenizer import Tokenizer
-from ringkv.models.weights import StateDictCheckpoint, load_decoder, load_weights, open_checkpoint
+from ringkv.models.weights import load_weights
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 
@@ -38,11 +41,13 @@ class Engine:
     """A decoder with a KV ring, ready to generate.
 
     Args:
-        model: a ``Decoder`` with its weights set, or a state dict under Hugging Face names together with ``config``.
+        model: a ``Decoder`` with its weights set; a state dict under Hugging Face names together with ``config``; or
+            what opens a checkpoint, which is called once the options are accepted, and brings its own tokenizer,
+            ``generation_config`` and ``name`` (see ``from_pretrained``).
         tokenizer: needed for text; without one, prompts are token ids and results hold ids only.
         config: for a state dict: a ``ModelConfig`` or the keys of config.json.
         ring: size and policy of the ring.
-        lanes: sequences that run at once; "auto": as many as fit the memory, up to 16 (see ``plan.settle``).
+        lanes: sequences that run at once; "auto": as many as fit the memory, up to 16 (see ``memory.settle``).
         device: "auto" is the GPU if there is one.
         dtype: "auto" is the checkpoint's own on a GPU; on a CPU "float16", which keeps the weights in half precision
             and computes in float32 where the processor has such a product, else "float32".
@@ -66,7 +71,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Decoder | Mapping[str, Tensor],
+        model: Decoder | Mapping[str, Tensor] | Callable[[], Checkpoint],
         tokenizer: Tokenizer | None = None,
         *,
         config: ModelConfig | Mapping[str, Any] | None = None,
@@ -81,22 +86,27 @@ class Engine:
         name: str = "in-memory",
     ) -> None:
         _check_options(ring, lanes, backend, seed, threads)
-        ring = ring or RingConfig()
-        if not isinstance(model, Decoder):
-            if config is None:
-                raise RingkvError("config: a state dict needs its config, a ModelConfig or the keys of config.json")
-            model, ring, lanes = load(StateDictCheckpoint(model, config), device, dtype, ring, lanes)
-        ring, lanes = settle(model.config, ring, lanes, model.dtype, model.device, loaded=True)
+        source: Decoder | Checkpoint
+        if isinstance(model, Decoder):
+            source = model
+        elif callable(model):
+            source = model()
+            tokenizer, generation_config, name = source.tokenizer(), source.generation_config, source.name
+        elif config is None:
+            raise RingkvError("config: a state dict needs its config, a ModelConfig or the keys of config.json")
+        else:
+            source = StateDictCheckpoint(model, config)
+        options = {"device": device, "dtype": dtype, "backend": backend}
+        model, self.backend, ring, lanes = load(source, ring or RingConfig(), lanes, **options)
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.lanes, self.seed, self.threads = lanes, seed, threads
         self.generation_config = dict(generation_config or {})
-        self.backend = resolve(backend, model.device, model.dtype)
         self.ring = Ring(model.config, ring, lanes, model.device, model.dtype)
         self.prompts = Prompts(model.config, tokenizer, self.generation_config, ring, seed)
         tags = None if self.prompts.tags is None else self.prompts.tags.ids
         with use(self.backend):
             self._runner = make_runner(model, self.ring, self.prompts.vocabulary, tags)
-            self._runner.sampler.forbid(self.prompts.holes)
+            self._runner.sampler.forbid(self.prompts.holes | self.prompts.suppressed, self.prompts.not_first)
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._cancelled: set[int] = set()
@@ -121,19 +131,15 @@ class Engine:
         Raises:
             RingkvError: what is not found, not understood or not accepted, by name.
         """
-        _check_options(ring, lanes, backend, seed, threads)
-        checkpoint = open_checkpoint(model, revision=revision)
-        decoder, ring, lanes = load(checkpoint, device, dtype, ring or RingConfig(), lanes)
         return cls(
-            decoder,
-            checkpoint.tokenizer(),
+            partial(open_checkpoint, model, revision=revision),
             ring=ring,
             lanes=lanes,
+            device=device,
+            dtype=dtype,
             backend=backend,
             seed=seed,
             threads=threads,
-            generation_config=checkpoint.generation_config,
-            name=checkpoint.name,
         )
 
     # A text is a sequence of texts too, and an empty list fits any form: the first one that fits is the one meant.
@@ -259,13 +265,7 @@ class Engine:
             RingkvError: names or shapes that do not fit; nothing is written then.
         """
         with self._exclusive():
-            checkpoint = StateDictCheckpoint(state_dict, self.model.config)
-            if self.model.weight_dtype == self.model.dtype:
-                load_weights(self.model, checkpoint)
-            else:
-                fresh = load_decoder(checkpoint, self.model.device, self.model.dtype)
-                fresh.pack()
-                vars(self.model).update(vars(fresh))
+            load_weights(self.model, StateDictCheckpoint(state_dict, self.model.config))
 
     def about(self) -> dict[str, Any]:
         """What runs, as results name it: model, dtype {weights, compute, ring}, backend."""

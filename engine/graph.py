@@ -13,8 +13,8 @@ from torch import Tensor
 from ringkv.engine.ring.evict import warm_up
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Drawn, Runner
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.backend import path_of
 from ringkv.models.decoder import Decoder
 from ringkv.models.moe import FEW_ROWS

@@ -6,8 +6,6 @@ and the real prefill runs there while its live tensors are counted.
 
 from __future__ import annotations
 
-import re
-import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,17 +15,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ringkv.engine.config import RingConfig
 from ringkv.engine.host_memory import free_memory
+from ringkv.engine.live_bytes import LiveBytes
 from ringkv.engine.retention import Retention
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, size
 from ringkv.kernels.table import silu_mul
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
@@ -38,7 +35,6 @@ PROMPT = 4096  # tokens of the prompt that "auto" leaves room for
 MOST_BUDGET, MOST_LANES = 16384, 16  # what "auto" chooses at most
 HISTOGRAM_BYTES = 3 << 14  # a lane's, of one filter: 2,048 bins of 8 bytes for each of three digits
 SPARE = 0.1  # the share of the free memory that "auto" leaves alone
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class Plan:
         budget, window, lanes: what was planned. dtype: of weights, activations and ring.
         weights_bytes, ring_bytes, scratch_bytes: what the engine holds as long as it lives, to the byte.
         load_bytes: weights at the worst moment of loading, before there is a ring: more than ``weights_bytes`` where
-            they are read in float32 and then packed.
+            they are packed, since a product is read in float32 first.
         step_bytes: what a step captured on a GPU holds beside these; 0 where none is (see ``Planner.step_bytes``).
         prompt_tokens, prefill_bytes: live tensors at the worst moment of reading such a prompt, beside the above; an
             upper bound, since what retention and routing choose is only known from the data.
@@ -101,7 +97,7 @@ class Planner:
     Args:
         model: its configuration.
         dtype: of weights, activations and ring.
-        packed: the weights of the products are float16 instead (see ``Decoder.pack``).
+        packed: the weights of the products and the embedding are float16 instead (see ``Decoder``).
         prompt: tokens of the prompt whose prefill must fit too.
         captured: the step is captured, as on a GPU.
     """
@@ -115,11 +111,11 @@ class Planner:
         captured: bool = False,
     ) -> None:
         self.model, self.dtype, self.prompt, self.captured = model, dtype, prompt, captured
-        self.weights_bytes = self.load_bytes = Decoder(model, META, dtype).nbytes
-        if packed:
-            # The head is packed, and the embedding rounded, before anything of what was read is freed.
-            self.load_bytes += 4 * model.vocab_size * model.hidden_size
-            self.weights_bytes = _packed_bytes(model)
+        decoder = Decoder(model, META, dtype, packed=packed)
+        unpacked = decoder.nbytes
+        with LiveBytes() as live:
+            decoder.fill(lambda name, view: None)
+        self.weights_bytes, self.load_bytes = decoder.nbytes, unpacked + live.peak
 
     def plan(self, config: RingConfig, lanes: int) -> Plan:
         """The figures of an engine with this ring."""
@@ -230,7 +226,7 @@ def settle(
     free memory alone.
 
     Args:
-        dtype: of activations and ring. packed: the products' weights are float16 (see ``Decoder.pack``).
+        dtype: of activations and ring. packed: the weights are float16 (see ``Decoder``).
         loaded: the weights are in memory already.
         free: bytes to fit into; None is what is free on the device.
 
@@ -268,53 +264,6 @@ def settle(
     return ring, lanes
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "24GiB", "500 MB", "1.5G" (decimal without the i) or a plain number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
-    number, unit, binary = found.groups(default="") if found is not None else ("inf", "", "")
-    count = float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()]
-    if count >= 2**63:
-        raise RingkvError.bad("memory", text, "a size such as 24GiB, 500MB or 1.5G")
-    return int(count)
-
-
-def size(count: float) -> str:
-    """Bytes for a person: "1.25 GiB"."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make while it is active, and when they go.
-
-    Attributes:
-        now, peak: bytes of those that are alive, and the most there were at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and (key := _storage(x)) not in given and key not in self._sizes:
-                storage = x.untyped_storage()
-                self._sizes[key] = storage.nbytes()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._gone, key)
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def _gone(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
-
-
 class _KeepsAll:
     """A retention that takes as much memory as another may, and keeps everything, the most it can."""
 
@@ -340,19 +289,6 @@ class _OneExpert:
         out, row, rank = torch.zeros_like(x), torch.zeros_like(chosen[:, 0]), torch.zeros_like(chosen[:, 0])
         h = F.linear(silu_mul(F.linear(x[row], self._own.gate_up[0])), self._own.down[0])
         return out.index_add_(0, row, h * weight[row, rank, None])
-
-
-def _packed_bytes(model: ModelConfig) -> int:
-    """Weights of ``Decoder.pack``: matrices in float16, a tied embedding twice; norms and biases in float32."""
-    weights = Decoder(model, META, torch.float32).destinations()
-    matrices = sum(x.numel() for x in weights.values() if x.dim() > 1)
-    if model.tie_embeddings:
-        matrices += model.vocab_size * model.hidden_size
-    return 2 * matrices + sum(x.nbytes for x in weights.values() if x.dim() == 1)
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int:

@@ -11,7 +11,7 @@ from ringkv.engine.sampling.values import Sampling
 from ringkv.engine.text.encoding import IncrementalDecoder
 from ringkv.engine.text.repetition import Repetition, RepetitionDetector
 from ringkv.engine.text.stops import StopStrings
-from ringkv.engine.text.thoughts import ANSWER, TAG, THINKING, ThoughtCounter, ThoughtSplitter, ThoughtTags
+from ringkv.engine.text.thoughts import ANSWER, THINKING, ThoughtSplitter, ThoughtTags
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Request:
         inside_thought: whether the prompt ends inside an open thought.
         closing_message: ids that are written before a thought is closed by force.
         position_limit: max_position_embeddings; going past it is a warning.
-        warnings: what the result must say from the start.
+        warnings: those of the result that are known before it runs.
     """
 
     index: int
@@ -71,11 +71,9 @@ class Generation:
         self.retained: list[int] = []
         self.figures: dict[str, Any] = {"kept": 0, "evictions": 0, "evictions_per_layer": [], "peak_slots": 0}
         self.started = self.first = time.monotonic()
-        self._stops = StopStrings(values["stop"])
+        self._stops = StopStrings(values["stop"], decoder.tokenizer.control_tokens if decoder else ())
         self._detector = self._new_detector()
-        self._length = 0  # characters of the text so far, tags and what is held back included
-        self._counter = ThoughtCounter(request.tags, request.inside_thought)
-        self._splitter = None if request.tags is None else ThoughtSplitter(request.tags, request.inside_thought)
+        self._splitter = ThoughtSplitter(request.tags, request.inside_thought)
 
     @property
     def room(self) -> int:
@@ -90,7 +88,7 @@ class Generation:
     @property
     def channel(self) -> str:
         """Where the text is now: "thinking" or "answer"."""
-        return THINKING if self._counter.inside else ANSWER
+        return self._splitter.channel
 
     @property
     def repetition(self) -> Repetition | None:
@@ -116,15 +114,14 @@ class Generation:
         self.tokens.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
-        if token in self.request.stop_ids:
-            self.finish_reason, self.stop_reason = "stop", token
-            return self.flush()
-        text, hit = self._stops.push(self._read(token, forced))
+        text, hit = self._stops.push(*self._read(token, forced))
         if hit is not None:
             self.finish_reason, self.stop_reason = "stop", hit
-            return self._split(text, last=True)
-        pieces = self._split(text)
-        if not forced:
+            return self._keep(self._splitter.flush(len(text)))
+        pieces = self._keep(self._splitter.show(len(text)))
+        if token in self.request.stop_ids:
+            self.finish_reason, self.stop_reason = "stop", token
+        elif not forced:
             self._watch(token)
         if self.finish_reason is None and self.room <= 0:
             self.finish_reason = "length"
@@ -133,10 +130,11 @@ class Generation:
     def flush(self) -> list[tuple[str, str]]:
         """What was held back, when nothing follows."""
         rest = self.decoder.flush() if self.decoder else ""
+        self._splitter.push(None, rest, counted=False)
         text, hit = self._stops.push(rest)
         if hit is not None and self.stop_reason is None:
             self.finish_reason, self.stop_reason = "stop", hit
-        return self._split(text + self._stops.flush(), last=True)
+        return self._keep(self._splitter.flush(len(text + self._stops.flush())))
 
     def cancel(self) -> None:
         """End the request where it is."""
@@ -147,17 +145,17 @@ class Generation:
         self.finish_reason, self.error = "error", {"type": kind, "message": message}
 
     def warnings(self) -> list[str]:
-        """What the result must say beside its text."""
+        """The warnings of the result."""
         limit, seen = self.request.position_limit, len(self.request.ids) + len(self.tokens)
         past = f"{seen} tokens were seen; the model was made for {limit} (max_position_embeddings)"
         open_thought = "it ended inside the thought: there is no answer"
-        unanswered = self._counter.inside and self.error is None
-        return [*self.request.warnings, *([past] if seen > limit else []), *([open_thought] if unanswered else [])]
+        unanswered = self.channel == THINKING and self.error is None
+        said = [*self.request.sampling.warnings, *self.request.warnings]
+        return [*said, *([past] if seen > limit else []), *([open_thought] if unanswered else [])]
 
     def counts(self) -> tuple[int, int]:
         """Tokens of the thought and of the answer, without tags and closing messages."""
-        self._counter.flush()
-        return self._counter.thinking_tokens, self._counter.answer_tokens
+        return self._splitter.thinking_tokens, self._splitter.answer_tokens
 
     def timing(self) -> dict[str, float]:
         """Seconds, and tokens a second of decode."""
@@ -169,37 +167,36 @@ class Generation:
             "tokens_per_s": max(0, len(self.tokens) - 1) / decode if decode else 0.0,
         }
 
-    def _read(self, token: int, forced: bool) -> str:
-        """The text of a token; counts it, and marks it where it is a tag."""
-        text = self.decoder.push(token) if self.decoder else ""
-        tags = self.request.tags
-        message = forced and tags is not None and token != tags.close_id
-        kind = THINKING if message else self._counter.push(token, text)
-        if kind == TAG and tags is not None and self._splitter is not None and tags.ids is not None:
-            tag = tags.open if token == tags.open_id else tags.close
-            if self.decoder and not text.endswith(tag):  # a tokenizer may print nothing for its tags
-                text += self.decoder.flush() + tag
-            self._splitter.mark(self._length + len(text) - len(tag), token)
-        self._length += len(text)
-        return text
+    def _read(self, token: int, forced: bool) -> tuple[str, bool]:
+        """The text of a token, and whether it is shown.
 
-    def _split(self, text: str, last: bool = False) -> list[tuple[str, str]]:
-        if self._splitter is None:
-            pieces = [(ANSWER, text)] if text else []
-        else:
-            pieces = self._splitter.push(text) + (self._splitter.flush() if last else [])
+        Special tokens and those that end the text are not, other than tags, which stand in the text even where the
+        tokenizer prints nothing for them.
+        """
+        decoder, tag = self.decoder, self._splitter.tag(token)
+        ends = token in self.request.stop_ids and not tag
+        text = decoder.push(token) if decoder and not ends else ""
+        if tag and decoder and not text.endswith(tag):
+            text += decoder.flush() + tag
+        if not ends:
+            self._splitter.push(token, text, counted=not forced or bool(tag))
+        if decoder and not tag and (ends or token in decoder.tokenizer.special_ids):
+            return decoder.tokenizer.token_bytes(token).decode(errors="replace"), False
+        return text, True
+
+    def _keep(self, pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
         for channel, piece in pieces:
             self.texts[channel] += piece
         return pieces
 
     def _watch(self, token: int) -> None:
-        """Look for a loop, and do what the request wants done about it."""
+        """Look for a loop, and do about it what the request says."""
         found = self._detector.push(token)
         if found is None:
             return
         self._found = found
         wanted = self.request.sampling.values["on_repetition"]
-        if wanted == "close_thought" and self._counter.inside and self.request.tags and self.request.tags.ids:
+        if wanted == "close_thought" and self.channel == THINKING and self.request.tags and self.request.tags.ids:
             self.close_thought, self._detector = True, self._new_detector()
         elif wanted != "ignore":
             self.finish_reason = "repetition"

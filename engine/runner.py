@@ -15,8 +15,8 @@ from ringkv.engine.retention import last_attention
 from ringkv.engine.ring.admit import admit
 from ringkv.engine.ring.evict import evict_due
 from ringkv.engine.ring.storage import Ring
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.table import attend, causal_attention, commit
 from ringkv.models.decoder import Decoder, Layer
 

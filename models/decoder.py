@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +12,14 @@ from torch.nn import functional as F
 from ringkv.kernels.rotate import Angles, split_rotate
 from ringkv.kernels.table import add_rms_norm, silu_mul
 from ringkv.models.config import ModelConfig, MoeConfig
-from ringkv.models.linear import AnyLinear, Linear
+from ringkv.models.linear import AnyLinear, Linear, PackedLinear
 from ringkv.models.moe import SparseMlp
 from ringkv.models.rope import Rope
 
 # Rows of a long prompt that go through an MLP at once: bounds its activations, the widest tensors of a prefill.
 MLP_ROWS = 1024
+# Where a checkpoint keeps the rows of the tokens, and the product that gives their logits.
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Layer:
 # Called once a layer with the layer and its fused projection [n, (Hq + 2H) * D]; returns the heads' outputs
 # [n, Hq * D]. This is all a decoder knows of a cache.
 Attention = Callable[[Layer, Tensor], Tensor]
+# Called with the name of a tensor of a checkpoint and the view to fill with it.
+Read = Callable[[str, Tensor], object]
 
 
 class Decoder:
@@ -55,55 +59,80 @@ class Decoder:
     Args:
         config: what to build.
         device, dtype: where the parameters live and what they are; also the type of the activations.
+        packed: keep the weights of the products, and the embedding, in float16, and all else in ``dtype``. This is for
+            float32 on a CPU where ``can_pack()``, and not for a mixture of experts.
 
     Attributes:
-        weight_dtype: what the weights are kept in: ``dtype``, or float16 once it is packed.
+        weight_dtype: what the weights are kept in: ``dtype``, or float16 where they are packed.
 
-    The parameters are allocated, not set: fill every view of ``destinations()``.
+    The parameters are allocated, not set: ``fill`` sets them, or whoever writes to the views of ``destinations``.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, packed: bool = False) -> None:
+        if packed and (dtype != torch.float32 or config.moe is not None):
+            raise ValueError("only a dense decoder in float32 can be packed")
         self.config, self.device, self.dtype = config, device, dtype
-        self._destinations: dict[str, Tensor] = {}
+        self.weight_dtype = torch.float16 if packed else dtype
+        self._parameters: dict[str, Tensor] = {}
+        # Products that are packed, the head first, with the rows that each name has of them.
+        self._packed: list[tuple[PackedLinear, Mapping[str, int]]] = []
         self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, device)
-        self.embedding = self._parameter((config.vocab_size, config.hidden_size), "model.embed_tokens.weight")
+        self.embedding = self._empty(config.vocab_size, config.hidden_size, dtype=self.weight_dtype)
+        self._parameters[EMBEDDING] = self.embedding
+        self.head: AnyLinear
+        if config.tie_embeddings and not packed:
+            self.head = Linear(self.embedding)
+        else:
+            name = EMBEDDING if config.tie_embeddings else HEAD
+            self.head = self._linear({name.removesuffix(".weight"): config.vocab_size}, config.hidden_size, False)
         self.layers = [self._layer(index) for index in range(config.layers)]
         self.norm = self._parameter((config.hidden_size,), "model.norm.weight")
-        self.head: AnyLinear = Linear(
-            self.embedding
-            if config.tie_embeddings
-            else self._parameter((config.vocab_size, config.hidden_size), "lm_head.weight")
-        )
-        self.weight_dtype = dtype
-        self._packed_bytes = 0
 
     def destinations(self) -> dict[str, Tensor]:
-        """Every tensor that a checkpoint must hold, by name, with the view that it fills."""
-        return dict(self._destinations)
+        """Every tensor that a checkpoint must hold, by name, with the view that it fills.
+
+        Weights that are packed have no view to fill: theirs is on the meta device, and has nothing but its shape.
+        """
+        unset: dict[str, Tensor] = {}
+        for linear, outputs in self._packed:
+            unset |= _rows(torch.empty(linear.shape, device="meta"), outputs, "weight")
+        return unset | self._parameters
+
+    def fill(self, read: Read) -> None:
+        """Set every parameter in place, at first or anew.
+
+        Products that are packed are read one at a time, in ``dtype``, and packed at once.
+
+        Args:
+            read: fills the view that it is given with the tensor of this name.
+        """
+        with torch.no_grad():
+            for name, view in self._parameters.items():
+                read(name, view)
+            # The head comes first and has memory of its own to be read into: it is far larger than the others, and
+            # there must be room for it twice.
+            for products in (self._packed[:1], self._packed[1:]):
+                self._pack(products, read)
+
+    def _pack(self, products: Sequence[tuple[PackedLinear, Mapping[str, int]]], read: Read) -> None:
+        """Read products and pack them, each through the same memory: nothing is left between those that are packed."""
+        unpacked = self._empty(max((linear.shape.numel() for linear, _ in products), default=0))
+        for linear, outputs in products:
+            weight = unpacked[: linear.shape.numel()].view(linear.shape)
+            for name, view in _rows(weight, outputs, "weight").items():
+                if name in self._parameters:  # a tied head is the embedding
+                    view.copy_(self._parameters[name])
+                else:
+                    read(name, view)
+            linear.pack(weight)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters; a packed decoder holds a tied embedding twice, as rows and as a product."""
-        return self._packed_bytes or sum(view.nbytes for view in self._destinations.values())
+        """Bytes of all parameters that are held; products that are packed count once they are filled.
 
-    def pack(self) -> None:
-        """Keep the weights of the products, and the embedding, in float16; activations stay float32.
-
-        For a float32 decoder whose parameters are set, on a CPU where ``can_pack()``; not for a mixture of experts.
-        The parameters cannot be set again: ``destinations`` has nothing but shapes from here on.
+        A packed decoder holds a tied embedding twice, as rows and as a product.
         """
-        if self.dtype != torch.float32 or self.config.moe is not None:
-            raise ValueError("only a dense decoder in float32 can be packed")
-        norms = [view for name, view in self._destinations.items() if name.endswith("norm.weight")]
-        self._destinations = {name: view.to("meta") for name, view in self._destinations.items()}
-        self.head, self.embedding = head, _ = self.head.packed(), self.embedding.half()
-        self._packed_bytes = head.nbytes + self.embedding.nbytes + sum(norm.nbytes for norm in norms)
-        for layer in self.layers:  # one at a time: what it was packed from is freed
-            assert isinstance(layer.mlp, Mlp)
-            layer.qkv, layer.o = qkv, o = layer.qkv.packed(), layer.o.packed()
-            layer.mlp = Mlp(gate_up := layer.mlp.gate_up.packed(), down := layer.mlp.down.packed())
-            self._packed_bytes += sum(product.nbytes for product in (qkv, o, gate_up, down))
-        self.weight_dtype = torch.float16
+        return sum(x.nbytes for x in self._parameters.values()) + sum(linear.nbytes for linear, _ in self._packed)
 
     def angles(self, position: Tensor, length: Tensor | int | None = None) -> list[Angles]:
         """What each layer's ``rotate`` takes, for tokens at ``position`` [n] of a text of ``length`` tokens."""
@@ -133,39 +162,43 @@ class Decoder:
         """Hidden states [n, hidden] -> logits [n, vocab], float32 at least."""
         return self.head(hidden).to(torch.promote_types(self.dtype, torch.float32))
 
-    def _parameter(self, shape: tuple[int, ...], name: str) -> Tensor:
-        self._destinations[name] = torch.empty(shape, device=self.device, dtype=self.dtype)
-        return self._destinations[name]
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
-    def _linear(self, prefix: str, outputs: dict[str, int], inputs: int, bias: bool) -> Linear:
+    def _parameter(self, shape: tuple[int, ...], name: str) -> Tensor:
+        self._parameters[name] = self._empty(*shape)
+        return self._parameters[name]
+
+    def _linear(self, outputs: Mapping[str, int], inputs: int, bias: bool) -> AnyLinear:
         """One product for several named projections; each name gets its rows of it."""
         rows = sum(outputs.values())
-        weight = torch.empty(rows, inputs, device=self.device, dtype=self.dtype)
-        linear = Linear(weight, torch.empty(rows, device=self.device, dtype=self.dtype) if bias else None)
-        start = 0
-        for name, size in outputs.items():
-            self._destinations[f"{prefix}.{name}.weight"] = weight[start : start + size]
-            if linear.bias is not None:
-                self._destinations[f"{prefix}.{name}.bias"] = linear.bias[start : start + size]
-            start += size
+        shift = self._empty(rows) if bias else None
+        if shift is not None:
+            self._parameters |= _rows(shift, outputs, "bias")
+        if self.weight_dtype != self.dtype:
+            packed = PackedLinear((rows, inputs), shift)
+            self._packed.append((packed, outputs))
+            return packed
+        linear = Linear(self._empty(rows, inputs), shift)
+        self._parameters |= _rows(linear.weight, outputs, "weight")
         return linear
 
     def _mlp(self, prefix: str, intermediate: int) -> Mlp:
-        c = self.config
+        hidden, bias = self.config.hidden_size, self.config.mlp_bias
+        gate_up = {f"{prefix}.gate_proj": intermediate, f"{prefix}.up_proj": intermediate}
         return Mlp(
-            self._linear(prefix, {"gate_proj": intermediate, "up_proj": intermediate}, c.hidden_size, c.mlp_bias),
-            self._linear(prefix, {"down_proj": c.hidden_size}, intermediate, c.mlp_bias),
+            self._linear(gate_up, hidden, bias),
+            self._linear({f"{prefix}.down_proj": hidden}, intermediate, bias),
         )
 
     def _sparse_mlp(self, prefix: str, moe: MoeConfig) -> SparseMlp:
         hidden, size = self.config.hidden_size, moe.intermediate_size
-        gate_up = torch.empty(moe.experts, 2 * size, hidden, device=self.device, dtype=self.dtype)
-        down = torch.empty(moe.experts, hidden, size, device=self.device, dtype=self.dtype)
+        gate_up, down = self._empty(moe.experts, 2 * size, hidden), self._empty(moe.experts, hidden, size)
         for expert in range(moe.experts):
             name = f"{prefix}.experts.{expert}"
-            self._destinations[f"{name}.gate_proj.weight"] = gate_up[expert, :size]
-            self._destinations[f"{name}.up_proj.weight"] = gate_up[expert, size:]
-            self._destinations[f"{name}.down_proj.weight"] = down[expert]
+            self._parameters[f"{name}.gate_proj.weight"] = gate_up[expert, :size]
+            self._parameters[f"{name}.up_proj.weight"] = gate_up[expert, size:]
+            self._parameters[f"{name}.down_proj.weight"] = down[expert]
         router = self._parameter((moe.experts, hidden), f"{prefix}.gate.weight")
         return SparseMlp(router, gate_up, down, moe.experts_per_token, moe.normalize)
 
@@ -187,9 +220,20 @@ class Decoder:
         return Layer(
             index=index,
             input_norm=self._parameter((c.hidden_size,), f"{prefix}.input_layernorm.weight"),
-            qkv=self._linear(attn, {"q_proj": q, "k_proj": kv, "v_proj": kv}, c.hidden_size, c.qkv_bias),
+            qkv=self._linear(
+                {f"{attn}.q_proj": q, f"{attn}.k_proj": kv, f"{attn}.v_proj": kv}, c.hidden_size, c.qkv_bias
+            ),
             qk_norms=norms,
-            o=self._linear(attn, {"o_proj": c.hidden_size}, q, c.o_bias),
+            o=self._linear({f"{attn}.o_proj": c.hidden_size}, q, c.o_bias),
             mlp_norm=self._parameter((c.hidden_size,), f"{prefix}.post_attention_layernorm.weight"),
             mlp=mlp,
         )
+
+
+def _rows(x: Tensor, outputs: Mapping[str, int], kind: str) -> dict[str, Tensor]:
+    """The rows of a product's weight or bias that belong to each name."""
+    views, start = {}, 0
+    for name, size in outputs.items():
+        views[f"{name}.{kind}"] = x[start : start + size]
+        start += size
+    return views

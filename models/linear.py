@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+BLOCK = 512  # inputs that FBGEMM packs together; it fills the last block of them with zeros
 
 
 @dataclass
@@ -21,10 +23,6 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    def packed(self) -> PackedLinear:
-        """The same product with packed weights."""
-        return PackedLinear(self.weight, self.bias)
-
 
 class PackedLinear:
     """The same product: weights rounded to float16 and packed by FBGEMM, activations and sums in float32.
@@ -32,29 +30,39 @@ class PackedLinear:
     A decode step reads every weight once, so its time is mostly that of their bytes; and unlike a product in bfloat16
     this one rounds the weights alone. A row of the result does not depend on the other rows.
 
+    It is made without weights, which ``pack`` sets and replaces: so the decoder can be built first, and then filled
+    product by product, and what a product was packed from need not outlive it.
+
     Args:
-        weight: float32 [out, in] on a CPU. On the meta device nothing is packed: shapes and bytes are all there is.
-        bias: float32 [out], or None.
+        shape: (out, in) of the weights.
+        bias: float32 [out], or None; it is kept as it is, and may be set later.
+
+    Attributes:
+        nbytes: bytes of the packed weights, with what fills the last block of inputs; 0 before there are any.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.shape, self.bias = weight.shape, bias
-        self._pack = None if weight.is_meta else torch.ops.quantized.linear_prepack_fp16(weight, bias)
+    def __init__(self, shape: tuple[int, int], bias: Tensor | None) -> None:
+        self.shape, self.bias, self.nbytes = torch.Size(shape), bias, 0
+        self._packed: Any = None
+
+    def pack(self, weight: Tensor) -> None:
+        """Take these weights, float32 [out, in] on a CPU, in place of those it had.
+
+        On the meta device nothing can be packed, and a tensor of as many bytes stands for the packed weights.
+        """
+        assert weight.shape == self.shape
+        size = self.shape[0], -(-self.shape[1] // BLOCK) * BLOCK
+        if weight.is_meta:
+            self._packed = torch.empty(size, dtype=torch.float16, device="meta")
+        else:
+            self._packed = torch.ops.quantized.linear_prepack_fp16(weight, self.bias)
+        self.nbytes = 2 * size[0] * size[1]
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._pack is None:
+        if x.is_meta:
             return x.new_empty(*x.shape[:-1], self.shape[0])
-        out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._pack)
+        out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
         return out
-
-    def packed(self) -> PackedLinear:
-        """Itself."""
-        return self
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the packed weights and the bias, without the padding of a last block."""
-        return self.shape.numel() * 2 + (0 if self.bias is None else self.bias.nbytes)
 
 
 AnyLinear: TypeAlias = Linear | PackedLinear
@@ -63,8 +71,9 @@ AnyLinear: TypeAlias = Linear | PackedLinear
 @functools.cache
 def can_pack() -> bool:
     """Whether this build of torch, on this processor, has the packed product: asked by computing one."""
-    weight, x = torch.eye(3, 5), torch.arange(10, dtype=torch.float32).view(2, 5)
+    product, x = PackedLinear((3, 5), torch.ones(3)), torch.arange(10, dtype=torch.float32).view(2, 5)
     try:
-        return torch.equal(PackedLinear(weight, torch.ones(3))(x), x[:, :3] + 1)
+        product.pack(torch.eye(3, 5))
+        return torch.equal(product(x), x[:, :3] + 1)
     except (AttributeError, RuntimeError):
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,24 @@ from ringkv.errors import RingkvError
 from ringkv.models.keys import read_json, refusal, short
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_CONFIG, _MAP, _IDS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _DECODER, _EXTRA, _OLD_EXTRA = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
 _FIELDS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 _TOKEN = f"a text, or an object with {', '.join(_FIELDS)}"
 
 # The texts at which llama.cpp ends a generation (special_eog_ids in its llama-vocab.cpp).
-TURN_ENDS = (
-    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
-    *("<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
-    *("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "</s>"),
+TURN_ENDS = frozenset(
+    (
+        *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
+        *("<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+        *("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "</s>"),
+    )
 )
 
 
 def turn_ends(texts: Collection[str]) -> set[str]:
     """Those of ``TURN_ENDS`` that are among the texts, without what ends only a part of a turn beside the others."""
-    ends = set(TURN_ENDS).intersection(texts)
+    ends = set(TURN_ENDS.intersection(texts))
     if ends & {"<|call|>", "<|calls|>"} and ends & {"<|return|>", "<|flush|>"}:
         ends.discard("<|end|>")
     if "<|tool_response>" in ends:
@@ -48,29 +51,30 @@ def add_named_tokens(backend: tokenizers.Tokenizer, folder: Path) -> dict[str, s
         RingkvError: a file is broken, names something that is not a token, or gives a token another id than the
             tokenizer does.
     """
-    path = folder / "tokenizer_config.json"
-    config, source = optional_json(path), f"{path}: {_DECODER}"
-    named, extra = _named(config, path)
-    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    config, known = optional_json(folder / _CONFIG), backend.get_added_tokens_decoder()
     if _DECODER in config:
-        listed = {_id(id, source): _token(token, source) for id, token in _items(config[_DECODER], source)}
+        named, extra = _named(config, {}, folder)
+        source = f"{folder / _CONFIG}: {_DECODER}"
+        listed = [(_id(id, source), _token(token, source)) for id, token in _items(config[_DECODER], source)]
+        again = dict(listed)
     else:
-        path, source = folder / "special_tokens_map.json", str(folder / "added_tokens.json")
-        more_named, more_extra = _named(optional_json(path), path)
-        named, extra = named | more_named, extra + more_extra
+        named, extra = _named(config, optional_json(folder / _MAP), folder)
         special = {token.content for token in (*named.values(), *extra)}
-        listed = {
-            _id(id, source): known.get(text) or _token(text, source, special=text in special)
-            for text, id in _items(optional_json(Path(source)), source)
-        }
+        source = str(folder / _IDS)
+        listed = [
+            (_id(id, source), _token(text, source, special=text in special))
+            for text, id in optional_json(folder / _IDS).items()
+        ]
+        again = dict(listed) | known
+    there = {token.content for token in (*known.values(), *again.values())}
+    added = [token for _, token in sorted(again.items(), key=lambda pair: pair[0])]
+    added += [token for token in (*named.values(), *extra) if token.content not in there]
     texts = {name: token.content for name, token in named.items() if token.content}
-    added = {token.content: token for _, token in sorted(listed.items())}
-    for token in (*named.values(), *extra):
-        added.setdefault(token.content, known.get(token.content, token))
-    for text, token in added.items():
-        token.special |= text in texts.values() or (text in known and known[text].special)
-    backend.add_tokens(list(added.values()))
-    for id, token in listed.items():
+    special = {*texts.values(), *(token.content for token in known.values() if token.special)}
+    for token in added:
+        token.special |= token.content in special
+    backend.add_tokens(added)
+    for id, token in listed:
         if token.content and (given := backend.token_to_id(token.content)) != id:
             raise RingkvError(f"{source}: {short(token.content)} = {id}: accepted is {given}, its id in tokenizer.json")
     return texts
@@ -81,20 +85,42 @@ def optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _named(config: Mapping[str, Any], path: Path) -> tuple[dict[str, AddedToken], list[AddedToken]]:
-    """The tokens that have a name, an empty one where the file says that there is none, and the list of the others."""
-    extra = config.get(_EXTRA) or config.get(_OLD_EXTRA) or []
-    names = {name: config[name] for name in NAMES if name in config}
-    others = {key: value for key, value in config.items() if key.endswith("_token") and _has_text(value)}
-    names |= dict(sorted(others.items(), key=lambda pair: isinstance(pair[1], str)))  # as transformers gives out ids
-    if isinstance(extra, Mapping):
-        names, extra = names | extra, []
-    elif not isinstance(extra, list):
-        raise refusal(f"{path}: {_EXTRA}", extra, "a list of tokens, or an object of names and tokens")
-    named = {
-        name: _token("" if value is None else value, f"{path}: {name}", special=True) for name, value in names.items()
-    }
-    return named, [_token(value, f"{path}: {_EXTRA}", special=True) for value in extra]
+def _named(
+    config: dict[str, Any], more: dict[str, Any], folder: Path
+) -> tuple[dict[str, AddedToken], list[AddedToken]]:
+    """The tokens that have a name, empty ones where there is none, and the list of the others.
+
+    Both files are merged as transformers merges them, and are in the order in which it gives out ids.
+
+    Args:
+        config: of ``tokenizer_config.json``; both are changed.
+        more: of ``special_tokens_map.json``, if that is read.
+    """
+    if config.get(_OLD_EXTRA) and not config.get(_EXTRA):
+        config[_EXTRA] = config.pop(_OLD_EXTRA)
+    last = {key: value for key, value in config.items() if _is_other_name(key, value) and isinstance(value, str)}
+    for file in (config, more):
+        last |= file.pop(_EXTRA) if isinstance(file.get(_EXTRA), dict) else {}
+    if isinstance(config.get(_EXTRA), list) and isinstance(more.get(_EXTRA), list):
+        more[_EXTRA] = config[_EXTRA] + more[_EXTRA]
+    both = config | more
+    values = {key: both[key] for key in NAMES if key in both}
+    typed = {key for key, value in config.items() if isinstance(value, dict) and value.get("__type") == "AddedToken"}
+    values |= {key: both[key] for key in both if _is_other_name(key, both[key]) and (key in more or key in typed)}
+    values |= last
+    extra = both.get(_EXTRA, both.get(_OLD_EXTRA)) or []
+
+    def token(key: str, value: Any) -> AddedToken:
+        return _token(value, f"{folder / (_MAP if key in more else _CONFIG)}: {key}", special=True)
+
+    if not isinstance(extra, list):
+        raise refusal(f"{folder / _CONFIG}: {_EXTRA}", extra, "a list of tokens, or an object of names and tokens")
+    named = {key: token(key, "" if value is None else value) for key, value in values.items()}
+    return named, [token(_EXTRA, value) for value in extra]
+
+
+def _is_other_name(key: str, value: object) -> bool:
+    return key.endswith("_token") and key not in NAMES and _has_text(value)
 
 
 def _token(value: Any, at: str, **flags: bool) -> AddedToken:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -100,8 +100,8 @@ class Tokenizer:
         """The tokenizer of a Hugging Face folder: ``tokenizer.json``, and the control tokens that are named beside it
         (see ``add_named_tokens``); None where the folder has no tokenizer.
 
-        The chat template comes from ``chat_template.jinja``, then ``chat_template.json``, then
-        ``tokenizer_config.json``.
+        The chat template comes from ``chat_template.jinja``, then ``tokenizer_config.json``, as in transformers, then
+        ``chat_template.json``.
 
         Raises:
             RingkvError: a file is broken, or there is a vocabulary without ``tokenizer.json``.
@@ -150,21 +150,31 @@ class Tokenizer:
         Raises:
             RingkvError: a text holds half a surrogate pair, or its words alone give a control token.
         """
+        return self._encoded(list(parts))[0]
+
+    def count_before(self, parts: Sequence[str | int], index: int) -> int:
+        """How many ids of ``encode_parts`` begin before the part with this index."""
+        _, starts, borders = self._encoded(list(parts))
+        return bisect_left(starts, borders[index])
+
+    def _encoded(self, parts: list[str | int]) -> tuple[list[int], list[int], list[int]]:
+        """The ids of ``encode_parts``, where each begins, and where each part does and the last one ends."""
         plain, names, ours = self._plain
-        parts = list(parts)
         pieces = [part if isinstance(part, str) else names[part] for part in parts]
+        borders = list(accumulate(map(len, pieces), initial=0))
         encoding = self._encoding(plain, "".join(pieces))
         found = [span for id, span in zip(encoding.ids, encoding.offsets, strict=True) if ours.get(id) in names]
         if len(found) < sum(isinstance(part, int) for part in parts):
-            starts = accumulate(map(len, pieces), initial=0)
-            spans = zip(starts, map(len, pieces), strict=False)
-            return self.encode_parts(
-                part if isinstance(part, str) or _meets(found, *span) else self._added[part].content
-                for part, span in zip(parts, spans, strict=True)
+            spans = zip(borders, map(len, pieces), strict=False)
+            return self._encoded(
+                [
+                    part if isinstance(part, str) or _meets(found, *span) else self._added[part].content
+                    for part, span in zip(parts, spans, strict=True)
+                ]
             )
         for id in set(self.control_tokens.values()).intersection(encoding.ids) - ours.keys():
             raise RingkvError(f"text: the tokenizer makes the control token {self._added[id].content!r} of plain text")
-        return [ours.get(id, id) for id in encoding.ids]
+        return [ours.get(id, id) for id in encoding.ids], [start for start, _ in encoding.offsets], borders
 
     def token_bytes(self, id: int) -> bytes:
         """What a token adds to the text; empty for an id that is none."""
@@ -277,8 +287,8 @@ def _chat_template(folder: Path) -> str | None:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RingkvError(f"{path}: cannot be read: {error}") from error
-    config = optional_json(folder / "tokenizer_config.json") | optional_json(folder / "chat_template.json")
-    template = config.get("chat_template")
+    sources = (optional_json(folder / name) for name in ("tokenizer_config.json", "chat_template.json"))
+    template = next((source["chat_template"] for source in sources if source.get("chat_template") is not None), None)
     if isinstance(template, list):
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")

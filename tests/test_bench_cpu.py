@@ -10,7 +10,8 @@ import torch
 from ringkv import Engine, RingConfig
 from ringkv.bench.cpu import AROUND, PROMPT, Long, generate, prefill
 from ringkv.bench.llama import KINDS, convert
-from ringkv.models.weights import load_decoder, open_checkpoint
+from ringkv.models.checkpoints.open import open_checkpoint
+from ringkv.models.weights import load_decoder
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
 

@@ -129,3 +129,9 @@ def test_stream_joins_to_the_text(loaded):
     assert "".join(event.text for event in events) == done.text
     assert [token for event in events for token in event.token_ids] == done.token_ids
     assert engine.generate("Write three emoji and a Korean greeting.", params).text == done.text
+
+
+def test_the_alias_samples_as_its_model_card_does(loaded):
+    done = loaded.generate(QUESTION, SamplingParams(max_tokens=1))
+    wanted = {"temperature": (0.2, "generation_config"), "top_p": (0.9, "generation_config"), "top_k": (0, "default")}
+    assert {name: tuple(done.sampling[name].values()) for name in wanted} == wanted

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from ringkv.apps.jobs.job import Job, Status
 from ringkv.apps.options import SAMPLING_FIELDS, Options, argument_text
 from ringkv.apps.process import INTERRUPTED, note
-from ringkv.engine import SamplingParams, backend_of
+from ringkv.engine import ModelConfig, SamplingParams, open_config, resolve_runtime
 from ringkv.errors import RingkvError
 
 # What tokens do not depend on, and what is recorded apart, with the seed.
@@ -43,7 +43,9 @@ def run_file(
     for name in _NOT_SETTINGS:
         del settings[name]
     # What "auto" is here: a run that is resumed where the compiler or the GPU is gone would write other tokens.
-    settings["backend"] = backend_of(options.model, **options.given("device", "dtype", "backend", "revision"))
+    _, keys = open_config(options.model, revision=options.revision)
+    runtime = resolve_runtime(ModelConfig.from_hf(keys), **options.given("device", "dtype", "backend"))
+    settings["backend"] = runtime.backend
     with Job(input, output, params, settings, retry_errors=retry_errors) as job:
         if job.missing:
             with options.engine(lanes) as engine, progress(job.status, options.quiet) as on_result:
@@ -84,6 +86,8 @@ def summary(status: Status, output: str) -> str:
     """One line: what is done, what failed, and how to go on."""
     line = f"[{status.done} of {status.wanted} results of {status.rows} rows, {status.failed} failed, "
     line += f"{status.tokens} tokens and {status.evictions} evictions in this run]"
+    if status.warned:
+        line += f"\nresults with warnings: {status.warned}; the first warning: {status.warning}"
     if status.problem:
         line += f"\nringkv: {status.problem}"
     elif status.interrupted:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ringkv.engine import Engine, ModelConfig, RingConfig, Runner, settle, step_bytes
+from ringkv.engine import Engine, ModelConfig, RingConfig, Runner, bytes_read, settle
 from ringkv.errors import RingkvError, check_int
 
 
@@ -192,14 +192,13 @@ class Bench:
             RingkvError: one that the memory cannot hold.
         """
         model, rows = engine.model, []
-        sizes = model.dtype.itemsize, model.weight_dtype.itemsize
         for ring, lanes in itertools.product(self.rings, self.lanes):
             settle(model.config, ring, lanes, model.dtype, model.device, loaded=True)
         for ring in self.rings:
             entered = self.prompt if self.prompt < ring.capacity else ring.budget_tokens
             slots = min(ring.capacity, entered + self.tokens)
             for lanes in self.lanes:
-                read = step_bytes(model.config, lanes, lanes * model.config.layers * slots, *sizes)
+                read = bytes_read(model, lanes, lanes * model.config.layers * slots)
                 rows.append(_named(ring, lanes) | {"step_bytes": read} | _floor(read, bandwidth))
         return rows
 
@@ -228,8 +227,7 @@ class Bench:
             reset_peak(own.model.device)
             decode(own, ids[:8], 2)  # warms up
             run = decode(own, ids, self.tokens)
-            sizes = own.model.dtype.itemsize, own.model.weight_dtype.itemsize
-            moved = step_bytes(own.model.config, lanes, int(own.ring.spans.sum()), *sizes)
+            moved = bytes_read(own.model, lanes, int(own.ring.spans.sum()))
             figures = _named(ring, lanes) | {"step_bytes": moved} | _floor(moved, bandwidth)
             figures |= speeds(run.prefill_ms[0], len(ids) / statistics.median(run.prefill_ms), run.step_ms, lanes)
             figures |= {

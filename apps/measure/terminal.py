@@ -13,7 +13,7 @@ from ringkv.apps.measure.bench import Bench, copy_bandwidth, machine
 from ringkv.apps.measure.score import score_text
 from ringkv.apps.options import Options, listed, number
 from ringkv.apps.process import say
-from ringkv.engine import size
+from ringkv.errors import size
 
 
 def run_bench(

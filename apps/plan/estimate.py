@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from ringkv.engine import (
@@ -14,14 +15,14 @@ from ringkv.engine import (
     free_memory,
     open_config,
     open_tokenizer,
-    parse_size,
-    placed,
+    resolve_runtime,
     settle,
 )
 from ringkv.errors import RingkvError, check_count, check_int
 
 FULL_CACHES = (4096, 32768, 131072)  # tokens
 _MOST = 1 << 24  # the budget that is looked for
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def estimate(
@@ -50,25 +51,27 @@ def estimate(
     check_int("prompt", prompt, 1)
     name, keys = open_config(model, revision=revision)
     config = ModelConfig.from_hf(keys)
-    place, number, packed = placed(config, device, dtype)
-    if dtype == "auto" and place.type == "cuda" and not (keys.get("dtype") or keys.get("torch_dtype")):
+    # No backend changes a byte, and this one needs no compiler.
+    runtime = resolve_runtime(config, device=device, dtype=dtype, backend="torch")
+    on_gpu = runtime.device.type == "cuda"
+    if dtype == "auto" and on_gpu and not (keys.get("dtype") or keys.get("torch_dtype")):
         raise RingkvError("dtype = 'auto': config.json names none, and no weight is looked at: accepted is a type here")
-    room = free_memory(place) if memory is None else parse_size(memory)
+    room = free_memory(runtime.device) if memory is None else parse_size(memory)
     if "auto" in (ring.budget, lanes):
-        ring, lanes = settle(config, ring, lanes, number, place, packed=packed, free=room)
+        ring, lanes = settle(config, ring, lanes, runtime.dtype, runtime.device, packed=runtime.packed, free=room)
     assert isinstance(lanes, int)
-    planner = Planner(config, number, prompt, packed, captured=place.type == "cuda")
+    planner = Planner(config, runtime.dtype, prompt, runtime.packed, captured=on_gpu)
     plan = planner.plan(ring, lanes)
     figures = {
         "model": name,
-        "device": str(place),
+        "device": str(runtime.device),
         "policy": ring.policy.name,
-        "weights": "float16, products packed" if packed else plan.dtype,
+        "weights": "float16, products packed" if runtime.packed else plan.dtype,
         **plan.to_dict(),
         "full_cache_bytes": {str(tokens): plan.full_cache_bytes(tokens) for tokens in FULL_CACHES},
         **_endings(model, config, ring, revision),
         "memory_bytes": room,
-        "memory_source": "given" if memory is not None else f"free on {place}",
+        "memory_source": "given" if memory is not None else f"free on {runtime.device}",
     }
     if room is not None:
         figures |= {
@@ -77,6 +80,16 @@ def estimate(
             "most_budget": planner.most_budget(ring, lanes, room, _MOST),
         }
     return figures
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "24GiB", "500 MB", "1.5G" (decimal without the i) or a plain number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    number, unit, binary = found.groups(default="") if found is not None else ("inf", "", "")
+    count = float(number) * (1024 if binary else 1000) ** _UNITS[unit.upper()]
+    if count >= 2**63:
+        raise RingkvError.bad("memory", text, "a size such as 24GiB, 500MB or 1.5G")
+    return int(count)
 
 
 def _endings(

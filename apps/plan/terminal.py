@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from ringkv.apps.console import listed_endings, show
-from ringkv.engine import size
+from ringkv.errors import size
 
 
 def print_plan(figures: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ class Policy:
     """Base of every policy: a frozen dataclass of hyperparameters with one method, ``priority``.
 
     A policy sees tensors of the live tokens and gives each candidate a number. What is protected (window, sinks, pins),
-    the order of equals, and all writing to the ring belong to the shared routine in ``ring.py``.
+    the order of equals, and all writing to the ring belong to one routine that all policies share.
 
     A policy that must remember something between evictions declares it as state and returns the new values from
     ``observe``; the ring allocates, counts, resets and copies it, and hands it out as ``live.state``.

@@ -1,21 +1,18 @@
-"""From SamplingParams to what a lane really samples with."""
+"""From SamplingParams and generation_config.json to what a lane really samples with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ringkv.engine.config import SamplingParams
-from ringkv.engine.ring.storage import Ring
-from ringkv.errors import RingkvError
-from ringkv.kernels.philox import TOKEN, to_uniform
-from ringkv.kernels.sample import GREEDY_BELOW, Filters
-from ringkv.kernels.table import penalize, philox, sample
+from ringkv.errors import RingkvError, is_int
+from ringkv.kernels.sample import GREEDY_BELOW
+from ringkv.models.keys import Keys, refusal, short
 
+# What holds where neither the user nor generation_config.json says anything.
 DEFAULTS: dict[str, Any] = {
     "temperature": 0.6,
     "top_p": 0.95,
@@ -24,22 +21,77 @@ DEFAULTS: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "max_tokens": 32768,
+    "min_tokens": 0,
+    "stop": (),
 }
 # What else a request carries is the user's or SamplingParams' own default.
 OTHERS: tuple[str, ...] = (
     "logit_bias",
     "n",
-    "min_tokens",
-    "stop",
     "stop_token_ids",
     "ignore_eos",
     "logprobs",
     "thinking",
+    "max_thinking_tokens",
+    "thinking_message",
+    "on_repetition",
+    "min_repeat_count",
+    "min_repeat_span",
 )
-OTHERS += ("max_thinking_tokens", "thinking_message", "on_repetition", "min_repeat_count", "min_repeat_span")
 
-
-_AHEAD = 64  # positions that noise is made for at once
+FILE = "generation_config.json"
+# What the file calls otherwise than SamplingParams does.
+_KEYS = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "stop": "stop_strings"}
+# What the file alone can ask for: ids that are never drawn, and ids that are not drawn as the first token.
+SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")
+_FILTERS = ("temperature", "top_p", "top_k", "min_p")
+# What the file may ask for in vain, each with the values that ask for nothing.
+_NOT_APPLIED: dict[str, tuple[Any, ...]] = {
+    "bad_words_ids": ([],),
+    "constraints": (),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "max_length": (),
+    "max_time": (),
+    "min_length": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0,),
+    "sequence_bias": ([], {}),
+    "token_healing": (False,),
+    "top_h": (1,),
+    "typical_p": (1,),
+    "watermarking_config": (),
+}
+# Keys that are not in force where a field has a value; the lengths among them count the prompt too.
+_GIVES_WAY = {"max_length": "max_tokens", "min_length": "min_tokens", "num_return_sequences": "n"}
+_ONLY_WHERE_DRAWN = {"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"}
+# What changes no token of a model of this kind.
+_SILENT = {
+    # special tokens (``ending_tokens`` reads eos_token_id)
+    *("bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"),
+    # caches, compilation and what transformers returns
+    *("cache_config", "cache_implementation", "compile_config", "continuous_batching_config", "disable_compile"),
+    *("low_memory", "max_cache_len", "prefill_chunk_size", "transformers_version", "use_cache"),
+    *("output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate"),
+    # tokens that are drafted first, which are the same tokens
+    *("assistant_confidence_threshold", "assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind"),
+    *("is_assistant", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    *("prompt_lookup_num_tokens", "speculation_type", "target_lookbehind", "use_mtp"),
+    # details of a search with several beams, and logits that are not finite, which end a text here
+    *("diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups", "remove_invalid_values"),
+    "renormalize_logits",
+}
+_UNTOUCHED = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -47,225 +99,107 @@ class Sampling:
     """Effective values of one request, each with where it came from.
 
     Attributes:
-        values: name -> value, every field of SamplingParams but the seed.
+        values: name -> value, every field of SamplingParams but the seed, and those of ``SUPPRESSED`` that the
+            checkpoint names.
         sources: name -> "user", "generation_config", "default" or "ring".
+        warnings: what the checkpoint asks for and does not get.
     """
 
     values: Mapping[str, Any]
     sources: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def resolve(cls, params: SamplingParams, generation_config: Mapping[str, Any]) -> Sampling:
         """The user's value, else the checkpoint's, else the default.
 
-        Where generation_config says ``do_sample: false``, its temperature and the like are not in force. Its lengths
-        never are: they are the ring's matter and the user's.
+        A value counts as the user's where it is not what SamplingParams has by itself. ``do_sample: false`` in the
+        file means temperature 0, and its filters are not in force, unless the user gives a temperature. With
+        ``ignore_eos`` the file's stop strings are not in force either.
+
+        What the file asks for beside that is named in a warning, unless its value asks for nothing or the key changes
+        no token. A key that transformers does not know is named too, unless it is null or begins with "_".
+
+        Raises:
+            RingkvError: a value of the file that is in force and not accepted, by its name there.
         """
+        theirs = _in_force(params, generation_config)
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
-        theirs = {} if generation_config.get("do_sample") is False else generation_config
-        for name, default in DEFAULTS.items():
+        for name in (*DEFAULTS, *OTHERS):
             value, source = getattr(params, name), "user"
-            if value is None and theirs.get(name) is not None and name != "max_tokens":
-                value, source = theirs[name], "generation_config"
-                try:
-                    SamplingParams(**{name: value})
-                except RingkvError as error:
-                    raise RingkvError(f"generation_config.json: {error}; give {name} yourself") from None
-            if value is None:
-                value, source = default, "default"
+            if value == getattr(_UNTOUCHED, name):
+                if name in theirs:
+                    value, source = theirs[name], "generation_config"
+                else:
+                    value, source = DEFAULTS.get(name, value), "default"
             values[name], sources[name] = value, source
-        untouched = SamplingParams()
-        for name in OTHERS:
-            values[name] = getattr(params, name)
-            sources[name] = "default" if values[name] == getattr(untouched, name) else "user"
-        return cls(values, sources)
+        for name in SUPPRESSED:
+            if ids := suppressed(generation_config, name):
+                values[name], sources[name] = ids, "generation_config"
+        sampling = cls(values, sources)
+        return dataclasses.replace(sampling, warnings=tuple(sampling._asked_in_vain(generation_config)))
 
     @property
     def greedy(self) -> bool:
         """Whether every token is the likeliest."""
-        return self.values["temperature"] < GREEDY_BELOW
+        return bool(self.values["temperature"] < GREEDY_BELOW)
 
     def limited(self, max_tokens: int) -> Sampling:
         """The same with the ``max_tokens`` that the ring allows."""
-        return Sampling({**self.values, "max_tokens": max_tokens}, {**self.sources, "max_tokens": "ring"})
+        values, sources = {**self.values, "max_tokens": max_tokens}, {**self.sources, "max_tokens": "ring"}
+        return dataclasses.replace(self, values=values, sources=sources)
 
     def report(self) -> dict[str, dict[str, Any]]:
         """name -> {value, source}."""
         return {name: {"value": value, "source": self.sources[name]} for name, value in self.values.items()}
 
+    def _asked_in_vain(self, generation_config: Mapping[str, Any]) -> list[str]:
+        known = {*DEFAULTS, *_KEYS.values(), *SUPPRESSED, "do_sample"} - _KEYS.keys() | _SILENT
+        if self.greedy:
+            known |= _ONLY_WHERE_DRAWN
+        known |= {key for key, name in _GIVES_WAY.items() if self.sources[name] != "default"}
+        asked = [
+            f"{key if key.isprintable() and len(key) < 80 else short(key)} = {short(value)}"
+            for key, value in generation_config.items()
+            if value is not None
+            and key not in known
+            and not key.startswith("_")
+            and not any(value == nothing for nothing in _NOT_APPLIED.get(key, ()))
+        ]
+        return [f"{FILE} asks for {', '.join(asked)}: not supported, so it was not applied"] if asked else []
 
-# What an unused lane samples with: every stage off.
-_OFF = Sampling.resolve(SamplingParams(temperature=0, top_p=1), {})
 
+def suppressed(generation_config: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """The ids that a key of ``SUPPRESSED`` lists; a negative one, which is no token's, suppresses nothing.
 
-class Sampler:
-    """The sampling state of every lane, on the device.
-
-    A stage that no lane uses costs nothing: its tensors do not exist.
-
-    Args:
-        lanes: how many.
-        vocabulary: ids that may be drawn; the rest of a padded vocabulary never is.
-        device: where.
-        static: every stage always runs, on tensors that never move: a captured step needs it.
+    Raises:
+        RingkvError: the value is not a list of ints.
     """
-
-    def __init__(self, lanes: int, vocabulary: int, device: torch.device, static: bool = False) -> None:
-        self.vocabulary, self._device, self._static = vocabulary, device, static
-        self._lanes = [_OFF.values] * lanes
-        self._columns: dict[str, Tensor] = {}
-        self._prompt = torch.zeros(lanes, dtype=torch.int64, device=device)
-        self._bias: Tensor | None = None
-        self._forbidden: list[int] = []
-        self._in_prompt: Tensor | None = None
-        self._in_output: Tensor | None = None
-        self._ending: Tensor | None = None
-        self._left = 0  # draws that the noise made ahead is still good for
-        self._ahead: Tensor  # [B, _AHEAD], from position self._since [B] on
-        self._since: Tensor
-        if static:
-            self._bias = self._table(None, torch.float32)
-            self._in_prompt, self._in_output, self._ending = (self._table(None, torch.bool) for _ in range(3))
-        self._build()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors; where it is static they never change."""
-        tables = self._prompt, self._bias, self._in_prompt, self._in_output, self._ending
-        return sum(table.nbytes for table in (*tables, *self._columns.values()) if table is not None)
-
-    @property
-    def logprobs(self) -> int | None:
-        """The most likely tokens that any lane wants reported; None if no lane does."""
-        wanted = [values["logprobs"] for values in self._lanes if values["logprobs"] is not None]
-        return max(wanted, default=None)
-
-    def forbid(self, ids: Iterable[int]) -> None:
-        """Never draw these ids in any lane: their bias is -inf, whatever a request's is."""
-        self._forbidden = sorted(id for id in ids if id < self.vocabulary)
-        if self._forbidden:
-            self._bias = self._table(self._bias, torch.float32)
-            self._bias[:, self._forbidden] = -torch.inf
-
-    def set(self, lane: int, sampling: Sampling, prompt: Sequence[int] = (), ending: Iterable[int] = ()) -> None:
-        """What a lane samples with from now on.
-
-        Args:
-            prompt: its ids, for the repetition penalty and min_tokens.
-            ending: ids that end the text, for min_tokens.
-        """
-        values = self._lanes[lane] = sampling.values
-        self._prompt[lane] = len(prompt)
-        if values["logit_bias"]:
-            self._bias = self._table(self._bias, torch.float32)
-        if values["repetition_penalty"] != 1:
-            self._in_prompt = self._table(self._in_prompt, torch.bool)
-        if values["repetition_penalty"] != 1 or values["presence_penalty"]:
-            self._in_output = self._table(self._in_output, torch.bool)
-        if values["min_tokens"]:
-            self._ending = self._table(self._ending, torch.bool)
-        for table in (self._bias, self._in_prompt, self._in_output, self._ending):
-            if table is not None:
-                table[lane] = 0
-        if self._bias is not None:
-            for token, value in (values["logit_bias"] or {}).items():
-                self._bias[lane, token] = value
-            self._bias[lane, self._forbidden] = -torch.inf
-        if self._in_prompt is not None:
-            self._in_prompt[lane, self._ids(prompt)] = True
-        if self._ending is not None:
-            self._ending[lane, self._ids(ending)] = True
-        self._build()
-
-    def draw(self, logits: Tensor, ring: Ring, lanes: Sequence[int] | None = None) -> Tensor:
-        """The token at position ``ring.seen`` of each lane, int64 [b], from logits [b, V]; -1 for a row not finite.
-
-        Args:
-            lanes: the lanes that the rows belong to; None for all in order.
-        """
-        at: Any = slice(None) if lanes is None else torch.tensor(lanes, device=self._device)
-
-        def of(table: Tensor | None) -> Tensor | None:
-            return None if table is None else table[at]
-
-        early = None
-        if self._ending is not None:
-            early = ring.seen[at] - self._prompt[at] < self._min_tokens[at]
-        penalized = penalize(
-            logits[:, : self.vocabulary],
-            of(self._bias),
-            of(self._repetition),
-            of(self._presence),
-            of(self._in_prompt),
-            of(self._in_output),
-            of(self._ending),
-            early,
-        )
-        if self._greedy:
-            return sample(penalized, None, None)
-        if self._static or lanes is not None:
-            uniform = _uniform(ring.seed[at], ring.seen[at], ring.sample[at])
-            self._left = 0
-        else:
-            uniform = self._next_uniform(ring)
-        filters = Filters(self._temperature[at], of(self._top_k), of(self._top_p), of(self._min_p), self._any_greedy)
-        return sample(penalized, filters, uniform)
-
-    def _next_uniform(self, ring: Ring) -> Tensor:
-        """The noise of position ``seen`` of every lane, float32 [B], made for some positions at once: philox is a
-        hundred small operations, whatever it is made for.
-
-        From draw to draw a lane's ``seen`` grows by one or, where it does not run, stays; a request that comes into a
-        lane is drawn for by name first.
-        """
-        if self._left == 0:
-            self._left, self._since = _AHEAD, ring.seen.clone()
-            ahead = self._since[:, None] + torch.arange(_AHEAD, device=self._device)
-            self._ahead = _uniform(ring.seed[:, None], ahead, ring.sample[:, None])
-        self._left -= 1
-        at = (ring.seen - self._since).clamp(0, _AHEAD - 1)  # out of it is only a lane that does not run
-        return self._ahead.gather(1, at[:, None])[:, 0]
-
-    def note(self, token: Tensor, lanes: Sequence[int] | None = None) -> None:
-        """Remember the tokens [b] that were drawn, for the penalties on the output."""
-        if self._in_output is not None:
-            ids = token.clamp(min=0)
-            if lanes is None:
-                self._in_output.scatter_(1, ids[:, None], True)
-            else:
-                self._in_output[torch.tensor(lanes, device=self._device), ids] = True
-
-    def _build(self) -> None:
-        self._temperature = self._column("temperature", torch.float32)
-        self._min_tokens = self._column("min_tokens", torch.int64)
-        greedy = [values["temperature"] < GREEDY_BELOW for values in self._lanes]
-        self._greedy, self._any_greedy = not self._static and all(greedy), self._static or any(greedy)
-        self._top_k = self._used("top_k", torch.int64, off=0)
-        self._top_p = self._used("top_p", torch.float32, off=1)
-        self._min_p = self._used("min_p", torch.float32, off=0)
-        self._repetition = self._used("repetition_penalty", torch.float32, off=1)
-        self._presence = self._used("presence_penalty", torch.float32, off=0)
-
-    def _column(self, name: str, dtype: torch.dtype) -> Tensor:
-        values = torch.tensor([values[name] for values in self._lanes], dtype=dtype)
-        column = self._columns.setdefault(name, torch.empty_like(values, device=self._device))
-        return column.copy_(values)
-
-    def _used(self, name: str, dtype: torch.dtype, off: float) -> Tensor | None:
-        used = self._static or any(values[name] != off for values in self._lanes)
-        return self._column(name, dtype) if used else None
-
-    def _table(self, table: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if table is not None:
-            return table
-        return torch.zeros(len(self._lanes), self.vocabulary, dtype=dtype, device=self._device)
-
-    def _ids(self, ids: Iterable[int]) -> Tensor:
-        known = [each for each in ids if each < self.vocabulary]
-        return torch.tensor(known, dtype=torch.int64, device=self._device)
+    ids = generation_config.get(key)
+    if ids is None:
+        return ()
+    if not isinstance(ids, list | tuple) or not all(is_int(id) for id in ids):
+        raise refusal(f"{FILE}: {key}", ids, "a list of token ids")
+    return tuple(id for id in ids if id >= 0)
 
 
-def _uniform(seed: Tensor, position: Tensor, sample: Tensor) -> Tensor:
-    """float32 in (0, 1) of a request's key, the position that is drawn, and the sample's index."""
-    return to_uniform(philox(seed, position, 0, 0, TOKEN + 256 * sample)[0])
+def _in_force(params: SamplingParams, generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the file says of the fields of SamplingParams that the user leaves to it, by their names."""
+    found: dict[str, Any] = {}
+    left = [name for name in DEFAULTS if getattr(params, name) == getattr(_UNTOUCHED, name)]
+    keys = Keys(generation_config, f"{FILE}: ")
+    if "temperature" in left and keys.choice("do_sample", (True, False, None), None) is False:
+        found["temperature"] = 0.0
+        left = [name for name in left if name not in _FILTERS]
+    for name in left:
+        key = _KEYS.get(name, name)
+        value = generation_config.get(key)
+        if value is None or (name == "stop" and params.ignore_eos):
+            continue
+        try:
+            found[name] = getattr(SamplingParams(**{name: value}), name)
+        except RingkvError as error:
+            accepted = str(error).rpartition(": accepted is ")[2]
+            raise refusal(f"{FILE}: {key}", value, f"{accepted}; give {name} yourself") from None
+    return found

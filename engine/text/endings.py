@@ -11,12 +11,9 @@ from ringkv.models.keys import Keys
 from ringkv.models.special_tokens import turn_ends
 from ringkv.models.tokenizer import Tokenizer
 
-_ANSWER = "ANSWER"
-_TURNS = [
-    {"role": "user", "content": "QUESTION"},
-    {"role": "assistant", "content": _ANSWER},
-    {"role": "user", "content": "QUESTION"},
-]
+_ANSWER = "Seven past nine."
+_QUESTION = {"role": "user", "content": "What time is it?"}
+_TURNS = [_QUESTION, {"role": "assistant", "content": _ANSWER}, _QUESTION]
 
 
 def ending_tokens(
@@ -51,12 +48,14 @@ def ending_tokens(
 
 def _written_after(template: ChatTemplate | None, control_tokens: Collection[str]) -> set[str]:
     """The control tokens that a chat template writes after an answer, at the end and before the next question."""
-    found = set()
-    for messages in (_TURNS[:2], _TURNS) if template is not None else ():
+    found: set[str] = set()
+    if template is None:
+        return found
+    for messages in (_TURNS[:2], _TURNS):
         try:
-            before, _, after = template.render(messages, add_generation_prompt=False).rpartition(_ANSWER)
+            _, answer, after = template.render(messages, add_generation_prompt=False).rpartition(_ANSWER)
         except RingkvError:
             continue
-        starts = [text for text in control_tokens if before and after.lstrip().startswith(text)]
+        starts = [text for text in control_tokens if answer and after.lstrip().startswith(text)]
         found.update(sorted(starts, key=len)[-1:])
     return found

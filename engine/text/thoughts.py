@@ -22,7 +22,6 @@ KNOWN_TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("◁think▷", "◁/think▷"),
 )
-_TAIL = 64  # tokens at the end of a prompt that are looked at for a tag of several tokens
 
 
 @dataclass(frozen=True)
@@ -61,226 +60,207 @@ class ThoughtTags:
                 return cls(open, close, control_tokens[open], control_tokens[close]) if single else cls(open, close)
         return None
 
-    def begins_inside(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
-        """Whether a prompt ends inside a thought.
+    def begins_inside(self, ids: Sequence[int], written: Callable[[Sequence[int]], str], claimed: bool = False) -> bool:
+        """Whether a prompt without a chat template, a raw text or ids, ends inside a thought.
 
-        By tokens: the last tag opens. By text: nothing but blanks follows an opening tag at its very end, for
-        a tag further up may be someone's words.
+        Its last tag must be an opening one with nothing but blanks after it: a tag further up may be someone's words.
+        One who knows that it is not, and says so, has the last tag count wherever it stands.
+
+        Args:
+            written: the text of ids, special ones included.
+            claimed: whether the caller says that the prompt ends inside a thought.
         """
         if self.ids is None:
-            return decode(ids[-_TAIL:]).rstrip().endswith(self.open)
-        last = next((id for id in reversed(ids) if id in self.ids), None)
-        return last == self.open_id
-
-
-class _Scanner:
-    """Cuts a text into thought, answer and tags; blanks are left as they are.
-
-    One thought at most: the first opening tag begins it, the first closing tag after that ends it, and any other tag
-    is text. A model that opens a thought which its prompt has opened already adds nothing: that tag is a tag.
-    """
-
-    def __init__(self, tags: ThoughtTags, inside: bool) -> None:
-        self.phase = INSIDE if inside else BEFORE
-        self._tags = tags
-        self._buffer = ""
-        self._taken = 0  # characters that have left the buffer
-        self._marks: deque[tuple[int, str]] = deque()
-        self._blank = True  # nothing but blanks in the thought yet
-
-    def mark(self, position: int, tag: str) -> None:
-        self._marks.append((position, tag))
-
-    def push(self, text: str, last: bool = False) -> list[tuple[str, str]]:
-        """(kind, text) of all that can be told by now; with ``last``, of all that is left."""
-        self._buffer += text
-        parts: list[tuple[str, str]] = []
-        while (found := self._find()) is not None:
-            at, tag = found
-            self._take(at, parts)
-            self._take(len(tag), parts, TAG)
-            self.phase = INSIDE if tag == self._tags.open else AFTER
-        held = self._held()
-        self._take(len(self._buffer) - held, parts)
-        if last:  # a marked tag that is not whole was cut by a stop string
-            self._take(held, parts, None if self._tags.ids is None else TAG)
-        return parts
-
-    def _take(self, length: int, parts: list[tuple[str, str]], kind: str | None = None) -> None:
-        if length:
-            text, self._buffer = self._buffer[:length], self._buffer[length:]
-            self._taken += length
-            self._blank = self._blank and (kind == TAG or self.phase != INSIDE or text.isspace())
-            parts.append((kind or (THINKING if self.phase == INSIDE else ANSWER), text))
-
-    def _wanted(self) -> tuple[str, ...]:
-        if self.phase == BEFORE:
-            return (self._tags.open,)
-        if self.phase == AFTER:
-            return ()
-        return (self._tags.close, self._tags.open) if self._blank else (self._tags.close,)
-
-    def _find(self) -> tuple[int, str] | None:
-        """The next whole tag in the buffer, and where."""
-        if self._tags.ids is not None:
-            if self._marks and self._marks[0][0] + len(self._marks[0][1]) <= self._taken + len(self._buffer):
-                position, tag = self._marks.popleft()
-                return position - self._taken, tag
-            return None
-        found = [(at, tag) for tag in self._wanted() if (at := self._buffer.find(tag)) >= 0]
-        if self.phase == INSIDE:
-            found = [(at, tag) for at, tag in found if tag == self._tags.close or not self._buffer[:at].strip()]
-        return min(found, default=None)
-
-    def _held(self) -> int:
-        """Characters at the end of the buffer that may become a tag."""
-        if self._tags.ids is None:
-            return partial_match(self._buffer, self._wanted())
-        return max(0, self._taken + len(self._buffer) - self._marks[0][0]) if self._marks else 0
+            text = written(ids)
+            _, opened, rest = text.rpartition(self.open)
+            return bool(opened) and self.close not in rest and (claimed or not rest.strip())
+        last = next((at for at in reversed(range(len(ids))) if ids[at] in self.ids), None)
+        return last is not None and ids[last] == self.open_id and (claimed or not written(ids[last + 1 :]).strip())
 
 
 class ThoughtSplitter:
-    """Thought and answer from a text that comes in pieces, the same for every way of dividing it.
+    """Cuts a text into thought and answer as its tokens come, and counts the tokens of each.
+
+    One thought at most: the first opening tag begins it, the first closing tag after that ends it, and any other tag
+    is text. A model that opens a thought which its prompt has opened already adds nothing: that tag is a tag.
 
     Blanks around a thought are not part of it, nor are blank lines between it and the answer (Qwen3's template writes
     both, and takes them away again); so a thought of blanks is empty. The answer is otherwise as it came, blanks before
     an opening tag apart. Without any thought the text is the answer, untouched. A thought that never closes is kept.
+    How the text is divided makes no difference.
 
     Args:
-        tags: where they are single tokens, ``mark`` must say where each is.
-        inside: whether the prompt ends inside a thought.
-    """
-
-    def __init__(self, tags: ThoughtTags, inside: bool) -> None:
-        self._tags = tags
-        self._scanner = _Scanner(tags, inside)
-        self._held = ""  # blanks whose fate is open
-        self._channel = THINKING if inside else ANSWER
-        self._fresh = True  # only blanks so far in this part
-        self._after = False  # whether a thought came before it
-
-    @property
-    def inside(self) -> bool:
-        """Whether the text up to now ends inside a thought."""
-        return self._scanner.phase == INSIDE
-
-    def mark(self, position: int, token: int) -> None:
-        """Say that a tag stands at this character of the whole text, before that text is pushed.
-
-        The text must hold the tag itself there, even where the tokenizer prints nothing for its token.
-        """
-        self._scanner.mark(position, self._tags.open if token == self._tags.open_id else self._tags.close)
-
-    def push(self, text: str) -> list[tuple[str, str]]:
-        """The pieces, ("thinking" or "answer", text), that this text completes; none of them empty."""
-        return self._trim(self._scanner.push(text))
-
-    def flush(self) -> list[tuple[str, str]]:
-        """The pieces that are held when no text follows."""
-        pieces = self._trim(self._scanner.push("", last=True))
-        rest, self._held = self._held, ""
-        if rest and not self.inside and (rest := self._below(rest, "")):
-            pieces.append((ANSWER, rest))
-        return pieces
-
-    def _trim(self, parts: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        pieces = []
-        for kind, text in parts:
-            if kind == TAG:
-                channel = THINKING if text == self._tags.open else ANSWER
-                if channel != self._channel:
-                    self._channel, self._held, self._fresh, self._after = channel, "", True, True
-                continue
-            text, self._held = self._held + text, ""
-            body = text.lstrip() if self._fresh else text
-            if not body:
-                self._held = text
-                continue
-            if kind == THINKING:
-                text = body.rstrip()
-                self._held = body[len(text) :]
-            elif self._fresh:
-                text = self._below(text[: len(text) - len(body)], body)
-            self._fresh = False
-            if text:
-                pieces.append((kind, text))
-        return pieces
-
-    def _below(self, blanks: str, body: str) -> str:
-        """The beginning of an answer: after a thought, its first line that is not blank, with its indentation."""
-        return (blanks[blanks.rfind("\n") + 1 :] if self._after else blanks) + body
-
-
-class ThoughtCounter:
-    """Counts the tokens of thought, answer and tags. Forced tokens of a closing message are not given to it.
-
-    Args:
-        tags: where they are single tokens, these are counted by their ids alone, as ``kernels.steer`` does. Otherwise
-            a token is part of a tag if any of its characters is.
+        tags: None where the model has no thoughts: all of the text is the answer.
         inside: whether the prompt ends inside a thought.
     """
 
     def __init__(self, tags: ThoughtTags | None, inside: bool) -> None:
-        self._ids = (tags and tags.ids) or (None, None)
+        self._tags = tags or ThoughtTags()
         self._by_text = tags is not None and tags.ids is None
-        self._scanner = _Scanner(tags or ThoughtTags(), inside)
-        self._pending: deque[tuple[int, str | None]] = deque()  # characters left of a token, its kind so far
+        self._phase = INSIDE if inside else BEFORE
+        self._blank = True  # nothing but blanks in the thought yet
+        self._buffer = ""  # text of which it is not known yet what it is
+        self._tokens: deque[tuple[int, str, bool]] = deque()  # characters left of a token, its kind so far, if counted
         self._counts = {THINKING: 0, ANSWER: 0, TAG: 0}
+        self._parts: deque[tuple[str, str]] = deque()  # text of which it is known, but which may not be shown yet
+        self._room = 0  # characters that may be shown
+        self._trimmer = _Trimmer(self._tags, self.channel, fresh=tags is not None)
+
+    @property
+    def channel(self) -> str:
+        """Where the text is now: "thinking" or "answer"."""
+        return THINKING if self._phase == INSIDE else ANSWER
 
     @property
     def thinking_tokens(self) -> int:
-        """Of the thought without its tags; where tags are texts, known after ``flush``."""
+        """Tokens of the thought without its tags; where tags are texts, known after ``flush``."""
         return self._counts[THINKING]
 
     @property
     def answer_tokens(self) -> int:
-        """Of the answer; where tags are texts, known after ``flush``."""
+        """Tokens of the answer; where tags are texts, known after ``flush``."""
         return self._counts[ANSWER]
 
-    @property
-    def inside(self) -> bool:
-        """Whether the next token would be part of a thought."""
-        return self._scanner.phase == INSIDE
+    def tag(self, token: int | None) -> str:
+        """The text of the tag that this token is, coming now; "" if it is none, and where tags are texts."""
+        if self._tags.ids is not None:
+            if token == self._tags.open_id and self._phase != AFTER:
+                return self._tags.open
+            if token == self._tags.close_id and self._phase == INSIDE:
+                return self._tags.close
+        return ""
 
-    def push(self, token: int, text: str = "") -> str:
-        """Take a token and, where tags are texts, what it adds to the text.
+    def push(self, token: int | None, text: str, counted: bool = True) -> None:
+        """Take a token and what it adds to the text.
 
-        Returns:
-            "tag", "thinking" or "answer"; where tags are texts, the part of the text in which the token was written.
+        Args:
+            token: None for a text alone.
+            text: ends with the tag where the token is one, even if the tokenizer prints nothing for it.
+            counted: whether the token counts. A token of which any character belongs to a tag counts as a tag.
         """
-        kind = self._kind(token)
-        if self._by_text and text:
-            self._pending.append((len(text), None))
-            self._assign(self._scanner.push(text))
+        tag = self.tag(token)
+        if text:
+            self._tokens.append((len(text), "", counted))
         else:
-            self._counts[kind] += 1
-        return kind
+            self._counts[TAG if tag else self.channel] += counted
+        self._buffer += text
+        if self._by_text:
+            while (found := self._find()) is not None:
+                self._pass(*found)
+            self._take(len(self._buffer) - partial_match(self._buffer, self._wanted()))
+        elif tag:
+            self._pass(len(self._buffer.removesuffix(tag)), tag)
+        else:
+            self._take(len(self._buffer))
 
-    def flush(self) -> None:
-        """Settle tokens that might have begun a tag."""
-        self._assign(self._scanner.push("", last=True))
+    def show(self, length: int) -> list[tuple[str, str]]:
+        """The pieces, ("thinking" or "answer", text), that are complete when so many more characters may be shown."""
+        self._room += length
+        return self._show()
 
-    def _kind(self, token: int) -> str:
-        opened, closed = (token == id for id in self._ids)
-        if opened and self._scanner.phase != AFTER:
-            self._scanner.phase = INSIDE
-            return TAG
-        if closed and self._scanner.phase == INSIDE:
-            self._scanner.phase = AFTER
-            return TAG
-        return THINKING if self.inside else ANSWER
+    def flush(self, length: int = 0) -> list[tuple[str, str]]:
+        """The pieces that are left when no text follows, and no more than ``length`` further characters are shown."""
+        self._take(len(self._buffer))
+        self._room += length
+        return self._show(last=True) + self._trimmer.flush()
 
-    def _assign(self, parts: list[tuple[str, str]]) -> None:
-        for kind, text in parts:
-            left = len(text)
-            while left:
-                length, so_far = self._pending.popleft()
-                so_far = TAG if TAG in (kind, so_far) else so_far or kind
-                if length > left:
-                    self._pending.appendleft((length - left, so_far))
-                else:
-                    self._counts[so_far] += 1
-                left -= min(left, length)
+    def _wanted(self) -> tuple[str, ...]:
+        """The tags that may come now."""
+        if self._phase == INSIDE:
+            return (self._tags.close, self._tags.open) if self._blank else (self._tags.close,)
+        return (self._tags.open,) if self._phase == BEFORE else ()
+
+    def _find(self) -> tuple[int, str] | None:
+        """Where the next whole tag stands in the buffer, and which."""
+        found = [(at, tag) for tag in self._wanted() if (at := self._buffer.find(tag)) >= 0]
+        if self._phase == INSIDE:
+            found = [(at, tag) for at, tag in found if tag == self._tags.close or not self._buffer[:at].strip()]
+        return min(found, default=None)
+
+    def _pass(self, at: int, tag: str) -> None:
+        """Go beyond a tag that stands in the buffer."""
+        self._take(at)
+        self._take(len(tag), TAG)
+        self._phase = INSIDE if tag == self._tags.open else AFTER
+
+    def _take(self, length: int, kind: str | None = None) -> None:
+        """Say what the first characters of the buffer are, and so of what kind the tokens are that they belong to."""
+        text, self._buffer = self._buffer[:length], self._buffer[length:]
+        if not text:
+            return
+        self._blank = self._blank and (kind == TAG or self._phase != INSIDE or text.isspace())
+        kind = kind or self.channel
+        self._parts.append((kind, text))
+        while length:
+            left, so_far, counted = self._tokens.popleft()
+            so_far = TAG if TAG in (kind, so_far) else so_far or kind
+            if left > length:
+                self._tokens.appendleft((left - length, so_far, counted))
+            else:
+                self._counts[so_far] += counted
+            length -= min(length, left)
+
+    def _show(self, last: bool = False) -> list[tuple[str, str]]:
+        pieces = []
+        while self._parts and self._room:
+            kind, text = self._parts.popleft()
+            if len(text) > self._room:
+                if kind == TAG and not last:
+                    self._parts.appendleft((kind, text))
+                    break
+                if kind == TAG and self._by_text:
+                    kind = self._trimmer.channel  # half a tag is text, but half the text of a token is nothing
+                self._parts.appendleft((kind, text[self._room :]))
+                text = text[: self._room]
+            self._room -= len(text)
+            if piece := self._trimmer.push(kind, text):
+                pieces.append((kind, piece))
+        return pieces
+
+
+class _Trimmer:
+    """Drops the tags and the blanks around a thought.
+
+    Args:
+        channel: where the text begins.
+        fresh: False where there is no thought at all, and nothing is to be trimmed.
+    """
+
+    def __init__(self, tags: ThoughtTags, channel: str, fresh: bool) -> None:
+        self.channel = channel
+        self._tags = tags
+        self._held = ""  # blanks whose fate is open
+        self._fresh = fresh  # only blanks so far in this part
+        self._after = False  # whether a thought came before it
+
+    def push(self, kind: str, text: str) -> str:
+        """What is to be shown, if anything."""
+        if kind == TAG:
+            channel = THINKING if text == self._tags.open else ANSWER
+            if channel != self.channel:
+                self.channel, self._held, self._fresh, self._after = channel, "", True, True
+            return ""
+        text, self._held = self._held + text, ""
+        body = text.lstrip() if self._fresh else text
+        if not body:
+            self._held = text
+            return ""
+        if kind == THINKING:
+            text = body.rstrip()
+            self._held = body[len(text) :]
+        elif self._fresh:
+            text = self._below(text[: len(text) - len(body)], body)
+        self._fresh = False
+        return text
+
+    def flush(self) -> list[tuple[str, str]]:
+        """The blanks that an answer ends with; those that a thought ends with are dropped."""
+        rest, self._held = self._held, ""
+        return [(ANSWER, text)] if self.channel == ANSWER and rest and (text := self._below(rest, "")) else []
+
+    def _below(self, blanks: str, body: str) -> str:
+        """The beginning of an answer: after a thought, its first line that is not blank, with its indentation."""
+        return (blanks[blanks.rfind("\n") + 1 :] if self._after else blanks) + body
 
 
 def strip_thought(text: str, tags: ThoughtTags) -> str:
@@ -294,4 +274,5 @@ def strip_thought(text: str, tags: ThoughtTags) -> str:
     if not inside and not text.lstrip().startswith(tags.open):
         return text
     splitter = ThoughtSplitter(dataclasses.replace(tags, open_id=None, close_id=None), inside)
-    return "".join(piece for channel, piece in splitter.push(text) + splitter.flush() if channel == ANSWER)
+    splitter.push(None, text)
+    return "".join(piece for channel, piece in splitter.flush(len(text)) if channel == ANSWER)

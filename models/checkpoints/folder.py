@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -14,9 +14,7 @@ from torch import Tensor
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoints.fp8 import SCALE, block_size, dequantize
 from ringkv.models.keys import read_json, short
-
-if TYPE_CHECKING:
-    from ringkv.models.tokenizer import Tokenizer
+from ringkv.models.tokenizer import Tokenizer
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -44,18 +42,19 @@ class SafetensorsCheckpoint:
     Args:
         folder: holds everything; a name in the index that leaves it is refused.
         name: what a person calls it; default the folder's path.
+        alone: whether weights that are not part of the checkpoint are refused.
 
     Raises:
         RingkvError: a file is missing, cut short, damaged or superfluous, or index and shards disagree.
     """
 
-    def __init__(self, folder: Path, name: str | None = None) -> None:
+    def __init__(self, folder: Path, name: str | None = None, *, alone: bool = True) -> None:
         self.folder, self.name = folder, name or str(folder)
         self.config: Mapping[str, Any] = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         self.generation_config: Mapping[str, Any] = read_json(generation) if generation.exists() else {}
         self._block = block_size(self.config.get("quantization_config"))
-        self._entries = _read_headers(folder)
+        self._entries = _read_headers(folder, alone)
         self._scales = self._check_dtypes()
         self._open: tuple[Path, Any] | None = None
         self._mapped = 0
@@ -85,8 +84,6 @@ class SafetensorsCheckpoint:
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the folder; None where there is no tokenizer.json."""
-        from ringkv.models.tokenizer import Tokenizer
-
         return Tokenizer.from_folder(self.folder)
 
     def _part(self, entry: _Entry, name: str, rows: slice | None = None) -> Tensor:
@@ -142,11 +139,11 @@ class SafetensorsCheckpoint:
         return _DTYPES[max(bytes_of, key=lambda dtype: bytes_of[dtype])]
 
 
-def _read_headers(folder: Path) -> dict[str, _Entry]:
+def _read_headers(folder: Path, alone: bool) -> dict[str, _Entry]:
     """Every tensor of the folder's shards, checked against the index if there is one."""
     present = {path.name for path in folder.glob("*.safetensors")}
     if INDEX in {path.name for path in folder.glob("*.json")}:
-        index = _read_index(folder / INDEX)
+        index = read_index(folder / INDEX)
         shards = sorted(set(index.values()))
     else:
         index, shards = None, [SINGLE]
@@ -154,7 +151,7 @@ def _read_headers(folder: Path) -> dict[str, _Entry]:
             raise RingkvError(_nothing_found(folder))
     # Mistral's repositories hold the weights a second time, under its own names.
     for name in sorted(present - set(shards)):
-        if not name.startswith("consolidated"):
+        if alone and not name.startswith("consolidated"):
             source = INDEX if index is not None else f"one {SINGLE}"
             raise RingkvError(f"{folder / name}: is not part of the checkpoint, which is {source}")
     entries: dict[str, _Entry] = {}
@@ -172,7 +169,7 @@ def _read_headers(folder: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
     """Tensor name -> shard name."""
     index = read_json(path).get("weight_map")
     if not isinstance(index, dict) or not index:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from ringkv.errors import RingkvError
-from ringkv.models.checkpoints.folder import INDEX, SINGLE
+from ringkv.models.checkpoints.folder import INDEX, SINGLE, read_index
+from ringkv.models.tokenizer import VOCABULARIES
 
-# Nothing else is downloaded: no pickles, no second copy under other names, no code.
+# Beside the weights nothing else is downloaded: no pickles, no second copy under other names, no code.
 NEEDED = [
     "config.json",
     "generation_config.json",
-    SINGLE,
     INDEX,
-    "model-*.safetensors",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
 ]
@@ -29,20 +30,31 @@ def fetch(hub_id: str, revision: str | None = None, *, config_only: bool = False
     Args:
         config_only: config.json is all that is downloaded, and all that must be there.
 
-    The client reads the token (``HF_TOKEN`` or a login), ``HF_HUB_OFFLINE``, ``HF_HOME``, and shows progress bars on
-    a terminal.
+    The weights are the shards that the index names, or ``model.safetensors`` where there is none. The client reads
+    the token (``HF_TOKEN`` or a login), ``HF_HUB_OFFLINE`` and ``HF_HOME``. It shows progress bars on a terminal, and
+    none where ``HF_HUB_DISABLE_PROGRESS_BARS`` is 1.
 
     Raises:
         RingkvError: no such repository or revision, gated, offline and not in the cache, a broken cache, or the
             hub cannot be reached.
     """
-    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download, utils
+
+    class Bars(utils.tqdm):
+        """The client's own are silent without a terminal, all but the one of the files."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{"disable": None, **options})
 
     at = hub_id if revision is None else f"{hub_id} at revision {revision!r}"
     try:
-        folder = Path(
-            snapshot_download(hub_id, revision=revision, allow_patterns=["config.json"] if config_only else NEEDED)
-        )
+        patterns = ["config.json"] if config_only else NEEDED
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns, tqdm_class=Bars))
+        if not config_only:
+            patterns = [*NEEDED, *_further(folder)]
+            snapshot_download(hub_id, revision=folder.name, allow_patterns=patterns, tqdm_class=Bars)
+    except RingkvError:
+        raise
     except errors.GatedRepoError as error:
         raise RingkvError(
             f"{at}: this repository is gated: accept its terms at {constants.ENDPOINT}/{hub_id}, then log in with "
@@ -66,6 +78,12 @@ def fetch(hub_id: str, revision: str | None = None, *, config_only: bool = False
         # The client lets through the errors of whichever HTTP library it uses, and those of the disk.
         raise RingkvError(f"{at}: the download failed: {type(error).__name__}: {_line(error)}") from error
     return _whole(folder, at, config_only)
+
+
+def _further(folder: Path) -> list[str]:
+    """What else to download, as the index says; without a tokenizer that is read, also the one to name instead."""
+    weights = sorted(set(read_index(folder / INDEX).values())) if (folder / INDEX).exists() else [SINGLE]
+    return weights if (folder / "tokenizer.json").exists() else [*weights, *VOCABULARIES]
 
 
 def _whole(folder: Path, at: str, config_only: bool) -> Path:

@@ -10,9 +10,11 @@ import torch
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
-from ringkv import Engine, RingConfig
+from ringkv import Engine, RingConfig, RingkvError
 from ringkv.apps.plan import estimate
+from ringkv.apps.plan.estimate import parse_size
 from ringkv.cli import app
+from ringkv.engine import loading
 from ringkv.models.linear import can_pack
 
 
@@ -142,8 +144,7 @@ def test_a_hub_id_whose_tokenizer_is_downloaded_lists_its_endings(config_only, t
 
 
 def test_a_type_that_nobody_names_is_asked_for(config_only, tmp_path, monkeypatch):
-    gpu = (torch.device("cuda"), torch.float32, False)
-    monkeypatch.setattr(estimate, "placed", lambda *_: gpu)
+    monkeypatch.setattr(loading, "resolve_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(estimate, "free_memory", lambda _: 1 << 30)
     assert plan(config_only)[0] == 0
     (path,) = tmp_path.rglob("config.json")
@@ -156,3 +157,17 @@ def test_the_table_says_what_packing_takes(tiny_checkpoint):
     folder = tiny_checkpoint("llama")
     assert ("while they are packed" in plan(folder, "--dtype", "float16")[1]) is can_pack()
     assert "while they are packed" not in plan(folder, "--dtype", "float32")[1]
+
+
+@pytest.mark.parametrize(
+    "text, count",
+    [("24GiB", 24 << 30), ("500MB", 500_000_000), ("1.5G", 1_500_000_000), ("7", 7), ("2 kib", 2048), ("1T", 10**12)],
+)
+def test_sizes_are_read(text, count):
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1.G", "5 apples", "1iB", "1e9", "9" * 400, "8388608TiB"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(RingkvError, match="memory = "):
+        parse_size(text)

@@ -23,7 +23,9 @@ import ringkv.apps.jobs.results
 from ringkv import SamplingParams
 from ringkv.apps.jobs.job import Job, Status
 from ringkv.apps.jobs.rows import DEEPEST, read_rows, row_seed
+from ringkv.apps.jobs.terminal import summary
 from ringkv.engine.completion import Completion
+from ringkv.engine.seeds import effective_seed
 from ringkv.errors import RingkvError
 
 Results = Generator[tuple[int, Completion], None, None]
@@ -145,6 +147,32 @@ def test_a_result_is_the_carried_fields_the_id_and_a_completion(tmp_path):
     assert other == PARAMS.replace(seed=row_seed(3, "7"), n=2, temperature=0.5)
     assert status == Status(rows=2, wanted=3, done=3, failed=0, tokens=15, evictions=6)
     assert engine.closed
+
+
+@pytest.mark.parametrize(
+    "fields, named",
+    [
+        ({"max_tokens": 5}, "max_tokens beside params does nothing: it is carried through"),
+        ({"temperature": 0, "tools": []}, "temperature, tools beside params do nothing: they are carried through"),
+        ({"maxTokens": 5, "x": 1}, "maxTokens beside params does nothing: it is carried through"),
+        ({"system": "Be brief."}, "system beside params does nothing: it is carried through"),
+        ({"text": "a", "output": "b", "generation": "c", "answer": "d", "tokens": 3}, None),
+        ({}, None),
+    ],
+)
+def test_fields_that_look_like_options_are_named_in_the_result(tmp_path, fields, named):
+    """Issue 14, 9: they are carried through (J3), and the result says that they did nothing."""
+    rows = [{"prompt": "a", **fields, "params": {"max_tokens": 7, "n": 2}}, {"prompt": "b"}]
+    engine = FakeEngine()
+    status = run(write_rows(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl", engine=engine)
+    line = f"{named}; accepted in params are names of SamplingParams"
+    warnings = {str(one["id"]): one["ringkv"]["warnings"] for one in lines(tmp_path / "out.jsonl")}
+    assert warnings == {"1": [] if named is None else [line], "2": []}
+    carried = [one for one in lines(tmp_path / "out.jsonl") if one["id"] == "1"]
+    assert all(fields.items() <= one.items() for one in carried)
+    assert {params.max_tokens for prompt, params, _ in engine.asked if prompt == "a"} == {7}
+    assert (status.warned, status.warning) == ((0, "") if named is None else (2, line))
+    assert (f"results with warnings: 2; the first warning: {line}" in summary(status, "out")) == (named is not None)
 
 
 def test_row_seeds():
@@ -844,3 +872,17 @@ def test_killed_thirty_times(tmp_path, tiny_checkpoint):
     assert found == tokens(unbroken)
     assert all(line["ringkv"]["error"] is None for line in lines(output))
     assert sum(line["ringkv"]["ring"]["evictions"] for line in lines(output)) > 80
+
+
+@pytest.mark.parametrize("temperature, seed", [(0, 0), (1e-6, 0), (1e-5, None), (None, None)])
+def test_a_greedy_run_without_a_seed_has_the_seed_of_a_greedy_request(tmp_path, temperature, seed):
+    """Oracle: ``effective_seed`` of an engine without a seed: 0 where it is greedy, else drawn."""
+    source = write_rows(tmp_path / "in.jsonl", {"prompt": "Hi"})
+    seeds = []
+    for name in ("a", "b"):
+        run(source, tmp_path / f"{name}.jsonl", SamplingParams(temperature=temperature))
+        seeds.append(json.loads((tmp_path / f"{name}.jsonl.ringkv.json").read_text())["seed"])
+    if seed is None:
+        assert seeds[0] != seeds[1]
+    else:
+        assert seeds == [effective_seed(None, None, 0, greedy=True)] * 2 == [seed] * 2

@@ -20,7 +20,7 @@ from ringkv.engine.graph import GraphRunner
 from ringkv.engine.record import DROPPED, LIVE, PREFILL, Recorder
 from ringkv.engine.ring.admit import admit
 from ringkv.engine.ring.evict import evict_due
-from ringkv.engine.sampling.values import Sampler
+from ringkv.engine.sampling.device import Sampler
 from ringkv.kernels.append import value_range
 from scripted import Script
 from tiny import tiny_config, tiny_decoder, tiny_weights

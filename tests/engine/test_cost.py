@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ringkv.engine.config import RingConfig
-from ringkv.engine.cost import slot_bytes, step_bytes, weight_bytes
+from ringkv.engine.cost import bytes_read, slot_bytes, weight_bytes
 from ringkv.engine.memory import Planner
 from ringkv.models.config import MoeConfig
+from ringkv.models.decoder import Decoder
 from tiny import tiny_config
 
 CONFIGS = {
@@ -29,8 +30,17 @@ def test_a_step_on_a_full_ring_reads_what_the_plan_holds(name, lanes):
         idle = model.moe.experts - min(model.moe.experts, lanes * model.moe.experts_per_token)
         unread += len(model.moe.layers) * idle * 3 * model.hidden_size * model.moe.intermediate_size * 2
     held = plan.weights_bytes + plan.tables["k"].bytes + plan.tables["v"].bytes
-    assert step_bytes(model, lanes, lanes * model.layers * ring.capacity, 2) == held - unread
+    decoder = Decoder(model, torch.device("meta"), torch.float16)
+    assert bytes_read(decoder, lanes, lanes * model.layers * ring.capacity) == held - unread
     assert slot_bytes(model, 2) == plan.token_bytes
+
+
+def test_packed_weights_are_read_in_two_bytes_and_the_ring_in_four():
+    model = CONFIGS["qwen2, tied"]
+    decoder = Decoder(model, torch.device("meta"), torch.float32, packed=True)
+    tables = Planner(model, torch.float32).plan(RingConfig(40, 8), 3).tables
+    held = weight_bytes(model, 3, 2) + tables["k"].bytes + tables["v"].bytes
+    assert bytes_read(decoder, 3, 3 * model.layers * 48) == held
 
 
 def test_by_hand():

@@ -12,8 +12,8 @@ from ringkv import SamplingParams
 from ringkv.engine.text.endings import ending_tokens
 from ringkv.engine.text.templates import ChatTemplate
 from ringkv.errors import RingkvError
+from ringkv.models.checkpoints.open import open_checkpoint
 from ringkv.models.tokenizer import Tokenizer
-from ringkv.models.weights import open_checkpoint
 from scripted import Script, byte_tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

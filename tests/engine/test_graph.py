@@ -17,8 +17,9 @@ from ringkv.engine.ring.evict import evict_due, warm_up
 from ringkv.engine.ring.integrity import check_integrity
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler, Sampling
+from ringkv.engine.sampling.values import Sampling
 from ringkv.kernels.backend import use
 from ringkv.models.decoder import Decoder
 from tiny import tiny_config, tiny_decoder, tiny_weights

@@ -9,16 +9,21 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ringkv import Engine, RingConfig, RingkvError
+from ringkv.engine import engine as engine_module
+from ringkv.engine import loading
 from ringkv.engine import memory as plan
-from ringkv.engine.memory import LiveBytes, Planner, free_memory, parse_size, settle
+from ringkv.engine.live_bytes import LiveBytes
+from ringkv.engine.memory import Planner, free_memory, settle
 from ringkv.engine.policies import POLICIES
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.backend import use
+from ringkv.models.checkpoints.open import open_checkpoint
+from ringkv.models.checkpoints.state_dict import StateDictCheckpoint
 from ringkv.models.config import MoeConfig
 from ringkv.models.decoder import Decoder
-from ringkv.models.linear import can_pack
-from ringkv.models.weights import StateDictCheckpoint, load_decoder
+from ringkv.models.linear import PackedLinear, can_pack
+from ringkv.models.weights import load_decoder
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
 CPU = torch.device("cpu")
@@ -110,16 +115,26 @@ def test_the_prefill_peak_of_every_policy_and_shape(decoders, shape, policy, ret
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_peak_of_loading_packed_weights(tied):
-    config = model_shaped(tie_embeddings=tied)
+@pytest.mark.parametrize("vocab", [500, 4096, 40000])
+def test_the_peak_of_loading_packed_weights_is_planned_to_the_byte(tied, vocab, monkeypatch):
+    """Packed weights are no tensors: theirs are added to those that live whenever a product has been packed."""
+    config = model_shaped("qwen2", tie_embeddings=tied, vocab_size=vocab)
     weights = tiny_weights(config, torch.float32)
+    pack, sizes, moments = PackedLinear.pack, {}, []
+
+    def packed(linear, weight):
+        pack(linear, weight)
+        sizes[linear] = linear.nbytes
+        moments.append(live.now + sum(sizes.values()))
+
     planner = Planner(config, torch.float32, packed=True)
+    monkeypatch.setattr(PackedLinear, "pack", packed)
     with LiveBytes() as live:
-        load_decoder(StateDictCheckpoint(weights, config), CPU, torch.float32).pack()
-    # The packed head is no tensor and not counted; what is left of the parameters, shapes without data, is.
-    packed_head, shapes = 2 * config.vocab_size * config.hidden_size, Decoder(config, CPU, torch.float32).nbytes
-    assert planner.load_bytes == pytest.approx(live.peak + packed_head - shapes, rel=1e-3)
-    assert planner.load_bytes > 1.9 * planner.weights_bytes - packed_head
+        decoder = load_decoder(StateDictCheckpoint(weights, config), CPU, torch.float32, packed=True)
+    angles = decoder.rope.exponent.nbytes + decoder.rope.inv_freq.nbytes
+    assert planner.load_bytes == max(moments) - angles
+    assert planner.weights_bytes == live.now + sum(sizes.values()) - angles == decoder.nbytes
+    assert moments.index(max(moments)) == (0 if vocab == 40000 else 16), "at the head, or at the last product"
 
 
 def tensors_of(thing):
@@ -196,6 +211,31 @@ def test_auto_takes_what_fits_and_leaves_a_tenth(monkeypatch):
     assert (chosen.budget, lanes) == (16384, 16)
 
 
+@pytest.mark.parametrize("way", ["a name", "a state dict", "a decoder"])
+def test_options_are_checked_and_memory_is_settled_once(way, tiny_checkpoint, monkeypatch):
+    calls = []
+    for module, name in ((engine_module, "_check_options"), (loading, "resolve_runtime"), (loading, "settle")):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, spy(calls, name, function))
+    monkeypatch.setattr(loading, "load_decoder", spy(calls, "load_decoder", load_decoder))
+    monkeypatch.setattr(engine_module, "open_checkpoint", spy(calls, "open_checkpoint", open_checkpoint))
+    ring, config = RingConfig(48, 8), tiny_config()
+    if way == "a name":
+        Engine.from_pretrained(tiny_checkpoint("llama"), ring=ring)
+        assert calls == ["_check_options", "open_checkpoint", "resolve_runtime", "settle", "load_decoder"]
+    elif way == "a state dict":
+        Engine(tiny_weights(config), config=config, ring=ring)
+        assert calls == ["_check_options", "resolve_runtime", "settle", "load_decoder"]
+    else:
+        Engine(tiny_decoder(config, tiny_weights(config)), ring=ring)
+        assert calls == ["_check_options", "settle"]
+
+
+def spy(calls, name, function):
+    """``function``, with its name noted in ``calls`` at each call."""
+    return lambda *args, **options: (calls.append(name), function(*args, **options))[1]
+
+
 def test_an_engine_settles_auto_and_keeps_it(monkeypatch):
     config = tiny_config()
     monkeypatch.setattr(plan, "MOST_BUDGET", 100)
@@ -221,7 +261,7 @@ def test_what_cannot_fit_is_refused_with_the_arithmetic(monkeypatch):
 
 
 def test_what_cannot_be_loaded_is_refused_with_the_arithmetic(monkeypatch):
-    config, ring = model_shaped(vocab_size=49152, layers=30), RingConfig(48, 8)
+    config, ring = model_shaped(vocab_size=150_000), RingConfig(48, 8)
     planner = Planner(config, torch.float32, packed=True)
     assert planner.plan(ring, 1).total_bytes == planner.load_bytes
     monkeypatch.setattr(plan, "free_memory", lambda device: planner.load_bytes)
@@ -244,20 +284,6 @@ def test_neither_int_nor_auto_is_refused(value):
         Engine({}, config={}, lanes=value)
     with pytest.raises(RingkvError, match="an engine chooses it"):
         _ = RingConfig("auto").capacity
-
-
-@pytest.mark.parametrize(
-    "text, count",
-    [("24GiB", 24 << 30), ("500MB", 500_000_000), ("1.5G", 1_500_000_000), ("7", 7), ("2 kib", 2048), ("1T", 10**12)],
-)
-def test_sizes_are_read(text, count):
-    assert parse_size(text) == count
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1.G", "5 apples", "1iB", "1e9", "9" * 400, "8388608TiB"])
-def test_other_sizes_are_refused(text):
-    with pytest.raises(RingkvError, match="memory = "):
-        parse_size(text)
 
 
 def test_free_memory_is_found():

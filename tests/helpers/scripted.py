@@ -61,7 +61,7 @@ class Script:
         self.engine = Engine(decoder, self.tokenizer, ring=ring or RingConfig(40, 8, "streaming", "all"), lanes=lanes)
         runner: Any = self.engine._runner
         runner.latency = latency
-        prefill, forward = runner.prefill, runner.forward
+        prefill, forward = runner.prefill, runner._forward
         said: dict[int, tuple[int, Sequence[int]]] = {}  # lane -> tokens of its prompt, and what follows
 
         def logits(token: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Script:
                 rows[lane] = logits(tokens[min(int(self.engine.ring.seen[lane]) - start, len(tokens) - 1)])
             return rows
 
-        runner.prefill, runner.forward = scripted_prefill, scripted_forward
+        runner.prefill, runner._forward = scripted_prefill, scripted_forward
 
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)

@@ -25,8 +25,8 @@ from ringkv.engine.config import RingConfig
 from ringkv.engine.ring.evict import evict_due
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.backend import use
 from ringkv.models.config import ModelConfig, RopeConfig
 from ringkv.models.decoder import Decoder

@@ -8,13 +8,14 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kernel_checks import NoReads
 from ringkv.engine.config import RingConfig
-from ringkv.engine.memory import LiveBytes, Planner
+from ringkv.engine.live_bytes import LiveBytes
+from ringkv.engine.memory import Planner
 from ringkv.engine.policies import POLICIES
 from ringkv.engine.ring.evict import evict, evict_due, groups
 from ringkv.engine.ring.storage import SCRATCH_BYTES, Ring
 from ringkv.engine.runner import Runner
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels.backend import use
 from ringkv.models.decoder import Decoder
 from tiny import tiny_config

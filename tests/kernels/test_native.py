@@ -22,8 +22,8 @@ from ringkv.engine.config import RingConfig
 from ringkv.engine.ring.integrity import check_integrity
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
+from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.engine.sampling.values import Sampler
 from ringkv.kernels import attention, native
 from ringkv.kernels.backend import use
 from ringkv.kernels.rotate import Angles

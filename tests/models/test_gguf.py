@@ -24,6 +24,7 @@ from ringkv.errors import RingkvError
 from ringkv.models.checkpoints import gguf as our_gguf
 from ringkv.models.checkpoints.gguf import ARCHITECTURES, GGUFCheckpoint, smollm2_path
 from ringkv.models.checkpoints.gguf_file import read_gguf
+from ringkv.models.checkpoints.open import open_checkpoint, open_config
 from ringkv.models.config import ModelConfig
 from ringkv.models.weights import load_decoder
 
@@ -533,6 +534,17 @@ def test_a_text_that_ends_the_file_too_soon(tmp_path: Path) -> None:
     (tmp_path / "t.gguf").write_bytes(twice + twice[24:])
     with pytest.raises(RingkvError, match=r"holds 'general\.architecture' twice"):
         read_gguf(tmp_path / "t.gguf")
+
+
+@pytest.mark.parametrize("name", ["A.GGUF", "a.Gguf", "owner/a.gguf"])
+def test_the_suffix_in_any_case(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RingkvError, match="does not exist"):  # and is not asked of the hub
+        open_checkpoint(f"owner/{name}")
+    Path("owner").mkdir()
+    tiny(Path(name))
+    assert isinstance(open_checkpoint(name), GGUFCheckpoint)
+    assert open_config(name)[1]["model_type"] == "llama"
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

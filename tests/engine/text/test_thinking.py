@@ -13,7 +13,6 @@ from ringkv.engine.text.thoughts import (
     ANSWER,
     TAG,
     THINKING,
-    ThoughtCounter,
     ThoughtSplitter,
     ThoughtTags,
     strip_thought,
@@ -41,8 +40,13 @@ def one_shot(text: str, inside: bool, tags: ThoughtTags = TAGS) -> Parts:
 
 def stream(pieces: Sequence[str], inside: bool, tags: ThoughtTags = TAGS) -> Parts:
     splitter = ThoughtSplitter(tags, inside)
-    shown = [part for piece in pieces for part in splitter.push(piece)]
-    return joined(shown + splitter.flush(), splitter.inside)
+    shown = [part for piece in pieces for part in push(splitter, piece)]
+    return joined(shown + splitter.flush(), splitter.channel == THINKING)
+
+
+def push(splitter: ThoughtSplitter, text: str) -> list[tuple[str, str]]:
+    splitter.push(7, text)
+    return splitter.show(len(text))
 
 
 def joined(parts: Sequence[tuple[str, str]], inside: bool) -> Parts:
@@ -130,15 +134,15 @@ def test_cases(inside, text, thought, answer, ends_inside, size):
 
 def test_shows_text_at_once_and_an_empty_thought_never():
     splitter = ThoughtSplitter(TAGS, inside=False)
-    assert splitter.push("<thi") == []
-    assert splitter.push("nk>\n") == []
-    assert splitter.push("So, ") == [(THINKING, "So,")]
-    assert splitter.push("x<") == [(THINKING, " x")]
-    assert splitter.push("y.\n</think>\n") == [(THINKING, "<y.")]
-    assert splitter.push("\nIt ") == [(ANSWER, "It ")]
-    assert splitter.push("is 4 </think") == [(ANSWER, "is 4 </think")]
+    assert push(splitter, "<thi") == []
+    assert push(splitter, "nk>\n") == []
+    assert push(splitter, "So, ") == [(THINKING, "So,")]
+    assert push(splitter, "x<") == [(THINKING, " x")]
+    assert push(splitter, "y.\n</think>\n") == [(THINKING, "<y.")]
+    assert push(splitter, "\nIt ") == [(ANSWER, "It ")]
+    assert push(splitter, "is 4 </think") == [(ANSWER, "is 4 </think")]
     empty = ThoughtSplitter(TAGS, inside=False)
-    assert empty.push("<think>\n\n</think>\n\nIt") == [(ANSWER, "It")]
+    assert push(empty, "<think>\n\n</think>\n\nIt") == [(ANSWER, "It")]
 
 
 @pytest.mark.parametrize("open,close", [("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷")])
@@ -184,31 +188,53 @@ def by_token(tokens: Sequence[Token], inside: bool) -> tuple[Parts, list[str]]:
 @given(TOKENS, st.booleans(), st.integers(0, 5))
 def test_single_tokens_alone_are_tags(tokens, inside, delay):
     # The text comes some characters late, as from a holder of stop strings.
-    splitter, counter = ThoughtSplitter(SINGLE, inside), ThoughtCounter(SINGLE, inside)
-    whole, given_away, kinds, parts = "", 0, [], []
+    splitter = ThoughtSplitter(SINGLE, inside)
+    length = shown = 0
+    kinds, parts = [], []
     for id, text in tokens:
-        kinds.append(counter.push(id, text))
-        if kinds[-1] == TAG:
-            splitter.mark(len(whole), id)
-        whole += text
-        upto = max(given_away, len(whole) - delay)
-        parts += splitter.push(whole[given_away:upto])
-        given_away = upto
-    parts += splitter.push(whole[given_away:]) + splitter.flush()
+        before = splitter.thinking_tokens, splitter.answer_tokens
+        tag = splitter.tag(id)
+        splitter.push(id, text)
+        after = splitter.thinking_tokens, splitter.answer_tokens
+        kinds.append({(1, 0): THINKING, (0, 1): ANSWER, (0, 0): TAG}[after[0] - before[0], after[1] - before[1]])
+        assert tag == (text if kinds[-1] == TAG else "")
+        length += len(text)
+        parts += splitter.show(max(0, length - delay - shown))
+        shown = max(shown, length - delay)
+    parts += splitter.flush(length - shown)
     expected, expected_kinds = by_token(tokens, inside)
-    assert joined(parts, splitter.inside) == expected
+    assert joined(parts, splitter.channel == THINKING) == expected
     assert kinds == expected_kinds
-    counter.flush()
-    assert (counter.thinking_tokens, counter.answer_tokens) == (kinds.count(THINKING), kinds.count(ANSWER))
-    assert counter.inside == expected[2]
+    assert (splitter.thinking_tokens, splitter.answer_tokens) == (kinds.count(THINKING), kinds.count(ANSWER))
 
 
 def test_half_a_tag_token_is_not_shown():
-    # A stop string inside the tag's own text.
+    # A stop string inside the tag's own text; the tag itself was read.
     splitter = ThoughtSplitter(SINGLE, inside=True)
-    splitter.mark(2, 2)
-    assert splitter.push("So</") + splitter.flush() == [(THINKING, "So")]
-    assert splitter.inside
+    splitter.push(7, "So")
+    splitter.push(2, "</think>")
+    assert splitter.show(3) + splitter.flush(1) == [(THINKING, "So")]
+    assert (splitter.channel, splitter.thinking_tokens) == (ANSWER, 1)
+
+
+def test_half_a_tag_of_text_is_text():
+    splitter = ThoughtSplitter(TAGS, inside=True)
+    splitter.push(7, "So</think>Yes")
+    assert splitter.show(3) == [(THINKING, "So")]
+    assert splitter.flush(1) == [(THINKING, "</")]
+
+
+@given(divided(), st.booleans(), st.integers(0, 60))
+def test_a_text_that_is_cut_is_split_like_a_text_that_ends_there(pieces, inside, end):
+    # Texts are read further than they are shown, where stop strings hold something back.
+    splitter = ThoughtSplitter(TAGS, inside)
+    shown, room = [], end
+    for piece in pieces:
+        splitter.push(7, piece)
+        shown += splitter.show(min(room, len(piece)))
+        room -= min(room, len(piece))
+    channels = joined(shown + splitter.flush(), False)
+    assert channels[:2] == one_shot("".join(pieces)[:end], inside)[:2]
 
 
 def kinds_by_character(text: str, inside: bool) -> list[str]:
@@ -229,26 +255,35 @@ def kinds_by_character(text: str, inside: bool) -> list[str]:
 @example(["foo</", "think", ">bar", "</think>"], True)
 def test_counts_by_text(pieces, inside):
     pieces = [piece for piece in pieces if piece]
-    counter = ThoughtCounter(TAGS, inside)
+    splitter = ThoughtSplitter(TAGS, inside)
     for piece in pieces:
-        counter.push(7, piece)
-    counter.flush()
+        splitter.push(7, piece)
+    splitter.flush()
     characters = kinds_by_character("".join(pieces), inside)
     expected = []
     for piece in pieces:
         own, characters = characters[: len(piece)], characters[len(piece) :]
         expected.append(TAG if TAG in own else own[0])
-    assert (counter.thinking_tokens, counter.answer_tokens) == (expected.count(THINKING), expected.count(ANSWER))
+    assert (splitter.thinking_tokens, splitter.answer_tokens) == (expected.count(THINKING), expected.count(ANSWER))
 
 
 def test_counts_tokens_without_text_and_models_without_tags():
-    counter = ThoughtCounter(TAGS, inside=True)
+    splitter = ThoughtSplitter(TAGS, inside=True)
     for text in ["", "\u00e9", "</think>", "", "x"]:
-        counter.push(7, text)
-    assert (counter.thinking_tokens, counter.answer_tokens) == (2, 2)
-    plain = ThoughtCounter(None, inside=False)
-    assert [plain.push(7, text) for text in ["<think>", "", "a"]] == [ANSWER] * 3
+        splitter.push(7, text)
+    assert (splitter.thinking_tokens, splitter.answer_tokens) == (2, 2)
+    plain = ThoughtSplitter(None, inside=False)
+    assert [push(plain, text) for text in ["<think>", "", " "]] == [[(ANSWER, "<think>")], [], [(ANSWER, " ")]]
     assert (plain.thinking_tokens, plain.answer_tokens) == (0, 3)
+
+
+def test_the_message_that_closes_a_thought_does_not_count():
+    splitter = ThoughtSplitter(SINGLE, inside=True)
+    splitter.push(7, "So")
+    splitter.push(8, " enough.", counted=False)
+    splitter.push(2, "</think>")
+    assert splitter.flush(100) == [(THINKING, "So"), (THINKING, " enough.")]
+    assert (splitter.thinking_tokens, splitter.answer_tokens) == (1, 0)
 
 
 def test_tags_of_which_one_is_a_token_are_texts():
@@ -279,24 +314,29 @@ def test_detects_tags(template, control, tags):
 
 
 @pytest.mark.parametrize(
-    "prompt,by_token,by_text",
+    "prompt,inside,claimed",
     [
         ("Hi<|a|><think>", True, True),
         ("Hi<|a|><think>\n\n", True, True),
         ("Hi<|a|><think>\n\n</think>\n\n", False, False),
         ("Hi<|a|>", False, False),
-        ("Hi<think>\nSo far I", True, False),  # a raw prompt; as mere text these might be the words of anybody
+        ("What does <think> mean?", False, True),  # these might be the words of anybody, unless the caller knows better
+        ("Hi<think>\nSo far I", False, True),
+        ("Hi<think><|a|>", False, True),
         ("<think>a</think>b<|a|><think>\n", True, True),
+        ("<think>a</think>b<|a|>", False, False),
+        ("<think>" + "a" * 200, False, True),
         ("", False, False),
     ],
 )
-def test_prompts_that_end_inside_a_thought(prompt, by_token, by_text):
+def test_raw_prompts_that_end_inside_a_thought(prompt, inside, claimed):
     words = [word for word in re.split(r"(<think>|</think>|(?s:.))", prompt) if word]
     ids = [{"<think>": 1, "</think>": 2}.get(word, 10 + at) for at, word in enumerate(words)]
     texts = dict(zip(ids, words, strict=True))
-    decode = lambda ids: "".join(texts[id] for id in ids)  # noqa: E731
-    assert SINGLE.begins_inside(ids, decode) == by_token
-    assert TAGS.begins_inside(list(map(ord, prompt)), lambda ids: "".join(map(chr, ids))) == by_text
+    written = lambda ids: "".join(texts[id] for id in ids)  # noqa: E731
+    for claim, wanted in ((False, inside), (True, claimed)):
+        assert SINGLE.begins_inside(ids, written, claim) == wanted
+        assert TAGS.begins_inside(list(map(ord, prompt)), lambda ids: "".join(map(chr, ids)), claim) == wanted
 
 
 @pytest.mark.parametrize(
