@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -32,6 +33,9 @@ def _drawn(parts: Iterable[str | Table], stderr: bool = False) -> str:
             if isinstance(part, str):
                 console.out(part, highlight=False)
             else:
+                for column in part.columns:
+                    words = [word for cell in (column.header, *column.cells) for word in str(cell).split()]
+                    column.min_width = max(map(cell_len, words), default=0)
                 console.width = 10**4  # to measure in
                 console.width = max(wide, console.measure(part).minimum)
                 console.print(part)

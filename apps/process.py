@@ -57,7 +57,8 @@ def prepare_streams() -> None:
     codecs.register_error(_UNWRITABLE, _replaced)
     for title, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, title) is None:  # it was closed: nothing comes from there, or goes there
-            setattr(sys, title, open(os.devnull, mode))  # noqa: SIM115 - open as long as the process
+            nothing = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, title, open(nothing, mode, closefd=False))  # noqa: SIM115 - open as long as the process
     for title in ("stdout", "stderr"):
         stream = getattr(sys, title)
         if not isinstance(stream, io.TextIOWrapper):

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ringkv import Engine, RingConfig, SamplingParams
@@ -97,6 +99,7 @@ def test_stats_is_the_whole_table(tiny):
         "seed",
     ):
         assert part in err
+    assert re.search(r"^ends at +257 <\|im_end\|>", err, re.M)
     _, _, short = run("generate", "Hi", "-m", tiny, "--max-tokens", 3)
     assert "0 evictions" in short
 
@@ -288,6 +291,69 @@ def test_no_prompt_and_two_prompts_are_refused(tiny):
     assert run("generate", " \n", "--raw", "-m", tiny, "--max-tokens", 1)[0] == 0
 
 
+TEXTS = [b"a\r\nb\rc\n", b"\r\n", b"one\n\n", "ze\u0301 \u2028 \x85".encode()]
+
+
+@pytest.mark.parametrize("data", TEXTS)
+def test_a_prompt_is_what_its_bytes_say(tiny, tmp_path, data):
+    """From a file, from stdin and in score, with and without a byte order mark; oracle: the engine, given the text."""
+    with Engine.from_pretrained(tiny, ring=RingConfig(24, 4), threads=1) as engine:
+        count = len(engine.encode(data.decode()))
+    assert count == len(data), "the tokenizer has a token a byte"
+    for mark in (b"", b"\xef\xbb\xbf"):
+        (tmp_path / "prompt").write_bytes(mark + data)
+        for given, stdin in (["--prompt-file", tmp_path / "prompt"], b""), (["-"], mark + data):
+            arguments = ["generate", *given, "--raw", "-m", tiny, *TINY, "--max-tokens", 1, "--json", "--quiet"]
+            done = CliRunner().invoke(app, list(map(str, arguments)), input=stdin)
+            assert json.loads(done.stdout)["prompt_tokens"] == count
+        for given, stdin in ((tmp_path / "prompt", b""), ("-", mark + data)):
+            done = CliRunner().invoke(app, ["score", str(given), "-m", str(tiny), *TINY, "--json"], input=stdin)
+            assert json.loads(done.stdout)["tokens"] == count
+    done = CliRunner().invoke(app, ["generate", "-", "-m", str(tiny)], input=b"\xef\xbb\xbf")
+    assert (done.exit_code, done.stderr) == (2, "ringkv: stdin: it is empty; accepted is a text\n")
+
+
+@pytest.fixture(scope="module")
+def broken(tiny, tmp_path_factory):
+    """A checkpoint whose logits are no numbers."""
+    folder = tmp_path_factory.mktemp("broken") / "model"
+    shutil.copytree(tiny, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][:] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_generation_that_fails_is_told_with_quiet_too(broken, tmp_path):
+    """Oracle: the error in the JSON of the completion."""
+
+    def ran(*arguments, input=None):
+        done = CliRunner().invoke(app, [*arguments, "-m", str(broken), *TINY, "--quiet"], input=input)
+        assert done.exit_code == 1
+        return done.stdout, done.stderr
+
+    out, err = ran("generate", "Hi", "--json")
+    message = json.loads(out)["error"]["message"]
+    assert err == f"ringkv: {message}\n"
+    assert ran("generate", "Hi") == ("\n", err)
+    out, err = ran("generate", "Hi", "-n", "2", "--json")
+    assert (out.count("\n"), err) == (2, f"ringkv: {message}\n" * 2)
+    assert ran("chat", input="Hi\n") == ("\n", f"error: {message}; the question was not kept\n")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    for _ in ("a run", "one that has nothing to do"):
+        out, err = ran("generate", *files)
+        assert (out, err.split(",")[:2]) == ("", ["[1 of 1 results of 1 rows", " 1 failed"])
+
+
+def test_quiet_is_quiet_where_nothing_failed(tiny, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl"), "--max-tokens", "2"]
+    for _ in ("a run", "one that has nothing to do"):
+        done = CliRunner().invoke(app, ["generate", *files, "-m", str(tiny), *TINY, "--quiet"])
+        assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_file_of_prompts(tiny, tmp_path):
     rows = [{"prompt": "Hi"}, {"id": "b", "prompt": "Yo", "text": "mine", "params": {"max_tokens": 5}}, {"prompt": 3}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -430,8 +496,8 @@ def test_a_reader_that_is_gone_already_is_no_error(tiny, arguments):
         ("policies >&-", 0, ""),
         ("generate - -m {tiny} <&-", 2, "ringkv: stdin: it is empty; accepted is a text\n"),
         ("chat -m {tiny} --quiet <&-", 0, ""),
-        ("policies > /dev/full", 1, "ringkv: [Errno 28] No space left on device\n"),
-        ("--help > /dev/full", 1, "ringkv: [Errno 28] No space left on device\n"),
+        ("policies > /dev/full", 1, "ringkv: stdout: No space left on device\n"),
+        ("--help > /dev/full", 1, "ringkv: stdout: No space left on device\n"),
     ],
 )
 def test_streams_that_are_closed_or_full(tiny, command, code, message):

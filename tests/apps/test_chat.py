@@ -219,6 +219,9 @@ def test_save_and_load(tmp_path):
     handle(other.session, f"/load {path}")
     assert other.session.messages == asked.session.messages
     assert other.session.params == asked.session.params
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as an editor may leave it
+    handle(other.session, f"/load {path}")
+    assert other.session.messages == asked.session.messages
     other.say("Yo")
     assert len(other.session.turns) == 4
     assert [file.name for file in tmp_path.iterdir()] == ["a chat.json"]

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from ringkv import Engine, RingConfig, SamplingParams
 from ringkv.apps.chat.commands import handle
+from ringkv.apps.chat.keys import held_back
 from ringkv.apps.chat.session import ChatSession
 from ringkv.apps.chat.terminal import Terminal, read_message
 from scripted import Script
@@ -131,6 +133,115 @@ def test_lines_are_edited_and_called_back(tiny_chat_checkpoint):
     assert screen.process.wait(30) == 0
 
 
+def shows_keys(fd):
+    """Whether a terminal shows what is typed, and whether it hands out lines."""
+    flags = termios.tcgetattr(fd)[3]
+    return bool(flags & termios.ECHO), bool(flags & termios.ICANON)
+
+
+def endless(folder, *more):
+    """A chat in the midst of an answer that does not end, with what came of it."""
+    screen = Screen(folder, "--max-tokens", "1000000", "--on-repetition", "ignore", "--stop", "\x01never", *more)
+    screen.until("> ")
+    screen.type("/set ignore_eos true\n")
+    screen.until("\n> ")
+    screen.type("Hi\n")
+    screen.until("Hi\r\n")
+    deadline = time.monotonic() + 60
+    while shows_keys(screen.slave) != (False, True):
+        assert time.monotonic() < deadline
+    assert os.read(screen.master, 1)
+    return screen
+
+
+def test_keys_that_are_typed_while_an_answer_comes_are_the_next_lines(tiny_chat_checkpoint):
+    """Oracles: the API for the answer, and a shell for the keys: whole lines run, the rest waits to be edited."""
+    done = generated(tiny_chat_checkpoint, max_tokens=300)
+    screen = Screen(tiny_chat_checkpoint, "--max-tokens", "300", "--show-thinking")
+    screen.until("> ")
+    screen.type("Hi\n")
+    begun = screen.until(shown(done.text)[:2])
+    assert shows_keys(screen.slave) == (False, True)
+    screen.type("/set max_tokens 7\n/system Be brief.\n/sta")
+    answer = begun + screen.answer()
+    assert answer.count(shown(done.text)) == 1
+    assert "/set" not in answer.partition(shown(done.text))[0]
+    assert "/" not in answer.partition(shown(done.text))[2].partition("\n")[0]
+    assert "max_tokens = 7" in screen.until("\n> ")
+    assert "system: Be brief." in screen.until("\n> ")
+    screen.until("/sta")
+    screen.type("ts\n")
+    assert "max_tokens 7 (user)" in screen.until("\n> ")
+    screen.type("\x04")
+    assert screen.process.wait(30) == 0
+    assert termios.tcgetattr(screen.slave) == screen.before
+
+
+@pytest.mark.parametrize(
+    "end, code",
+    [
+        (lambda screen: screen.type("\x03\x03\x03"), {130}),
+        (lambda screen: screen.type("\x1c"), {-signal.SIGQUIT}),
+        (lambda screen: screen.process.send_signal(signal.SIGHUP), {-signal.SIGHUP}),
+        (lambda screen: screen.process.send_signal(signal.SIGTERM), {130}),
+    ],
+    ids=["Ctrl-C", "Ctrl-\\", "SIGHUP", "SIGTERM"],
+)
+def test_the_terminal_is_restored_however_an_answer_ends(tiny_chat_checkpoint, end, code):
+    screen = endless(tiny_chat_checkpoint)
+    end(screen)
+    deadline = time.monotonic() + 60
+    while screen.process.poll() is None:
+        assert time.monotonic() < deadline
+        if select.select([screen.master], [], [], 0.1)[0]:
+            came = os.read(screen.master, 4096)
+            if b"> " in came:  # three Ctrl-C that came as one
+                screen.type("\x03")
+    assert screen.process.returncode in code | ({0} if code == {130} else set())
+    assert termios.tcgetattr(screen.slave) == screen.before
+
+
+STOPPED = """
+import fcntl, os, pty, signal, sys, termios
+from ringkv.apps.chat.keys import held_back
+master, slave = pty.openpty()
+os.setsid()
+fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+before = termios.tcgetattr(slave)
+shown = lambda: bool(termios.tcgetattr(slave)[3] & termios.ECHO)
+read, write = os.pipe()
+child = os.fork()
+if not child:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    os.tcsetpgrp(slave, os.getpgrp())
+    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+    with held_back(slave):
+        os.kill(os.getpid(), signal.SIGTSTP)
+        os.write(write, b"on" if shown() else b"off")
+    os.write(write, b" same" if termios.tcgetattr(slave) == before else b" other")
+    os._exit(0)
+_, status = os.waitpid(child, os.WUNTRACED)
+print(os.WIFSTOPPED(status), shown())
+os.kill(child, signal.SIGCONT)
+_, status = os.waitpid(child, 0)
+print(status, os.read(read, 99).decode(), shown())
+"""
+
+
+def test_a_chat_that_is_stopped_leaves_the_terminal_as_it_was():
+    """Ctrl-Z, as a shell without settings of its own sees it: keys are shown until the chat goes on."""
+    done = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("True True\n0 off same True\n", "")
+
+
+def test_keys_are_left_alone_where_there_is_no_terminal():
+    read, write = os.pipe()
+    with held_back(read):
+        os.write(write, b"x")
+    assert os.read(read, 1) == b"x"
+
+
 def test_a_thought_is_folded_and_unfolded():
     script = Script(lambda ids: script.ids("<think>\nhm hm\n</think>\n\nYes<|im_end|>"))
     session = ChatSession(script.engine, SamplingParams(temperature=0), show_thinking=False)
@@ -203,7 +314,11 @@ def test_chat_says_what_the_api_says_in_a_pipe(tiny_chat_checkpoint):
     command = [RINGKV, "chat", "-m", tiny_chat_checkpoint, *OPTIONS, "--max-tokens", "30"]
     environment = {**os.environ, "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        list(map(str, command)), input=b"Hi\n\xff\n/stats\n", capture_output=True, env=environment, timeout=60
+        list(map(str, command)),
+        input=b"\xef\xbb\xbfHi\n\xff\n/stats\n",
+        capture_output=True,
+        env=environment,
+        timeout=60,
     )
     assert ran.stdout.decode() == done.text + "\n"
     assert "input: it is not UTF-8" in ran.stderr.decode()

@@ -116,6 +116,33 @@ def test_a_folder_needs_its_configuration_alone(tiny_checkpoint, tmp_path, monke
     assert (code, "safetensors" in err) == (2, True)
 
 
+def test_the_plan_lists_what_ends_a_text(tiny_chat_checkpoint, tiny_checkpoint, tmp_path):
+    """Oracle: the engine that is then built."""
+    for folder in (tiny_chat_checkpoint, tiny_checkpoint("llama")):
+        figures = json.loads(plan(folder, "--json")[1])
+        with Engine.from_pretrained(folder, ring=RingConfig(100, 8)) as engine:
+            assert figures["endings"] == {str(id): text for id, text in engine.prompts.endings.items()}
+            known = engine.tokenizer is not None
+        assert figures["endings_problem"] == (None if known else "there is no tokenizer, which may know more")
+    table = plan(tiny_chat_checkpoint)[1]
+    (id,) = json.loads(plan(tiny_chat_checkpoint, "--json")[1])["endings"]
+    assert f"a text ends at: {id} <|im_end|>\n" in table
+    shutil.copytree(tiny_chat_checkpoint, tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    code, table, _ = plan(tmp_path / "broken")
+    assert code == 0
+    assert f"a text ends at: {id} (of the configuration alone: {tmp_path}/broken/tokenizer.json: not a" in table
+
+
+def test_a_hub_id_whose_tokenizer_is_downloaded_lists_its_endings(config_only, tiny_chat_checkpoint, tmp_path):
+    assert json.loads(plan(config_only, "--json")[1])["endings"] == {"2": ""}
+    (path,) = tmp_path.rglob("config.json")
+    for file in tiny_chat_checkpoint.glob("*.json"):
+        shutil.copy(file, path.parent)
+    (text,) = json.loads(plan(config_only, "--json")[1])["endings"].values()
+    assert text == "<|im_end|>"
+
+
 def test_a_type_that_nobody_names_is_asked_for(config_only, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "resolve_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(estimate, "free_memory", lambda _: 1 << 30)

@@ -22,7 +22,7 @@ import pytest
 import ringkv.apps.jobs.results
 from ringkv import SamplingParams
 from ringkv.apps.jobs.job import Job, Status
-from ringkv.apps.jobs.rows import read_rows, row_seed
+from ringkv.apps.jobs.rows import DEEPEST, read_rows, row_seed
 from ringkv.apps.jobs.terminal import summary
 from ringkv.engine.completion import Completion
 from ringkv.engine.seeds import effective_seed
@@ -289,6 +289,56 @@ def test_retry_errors_runs_failed_rows_again_and_no_others(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [
         "in.jsonl", "out.jsonl", "out.jsonl.ringkv.json", "whole.jsonl", "whole.jsonl.ringkv.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["to a file", "to a link", "to nothing yet"])
+def test_an_output_that_is_a_link_stays_one(tmp_path, kind):
+    """Oracle: the same run without links."""
+    source = write_rows(tmp_path / "in.jsonl", {"prompt": "bad"}, {"prompt": "a"})
+    (tmp_path / "elsewhere").mkdir()
+    target, output = tmp_path / "elsewhere" / "results", tmp_path / "out.jsonl"
+    if kind == "to a link":
+        (tmp_path / "between").symlink_to("elsewhere/results")
+    output.symlink_to("between" if kind == "to a link" else target)
+    if kind == "to a file":
+        target.touch(mode=0o600)
+    assert run(source, output).failed == 1
+    before = target.stat()
+    assert run(source, output, retry_errors=True).failed == 1
+    assert output.is_symlink()
+    assert target.stat().st_ino != before.st_ino, "the failed row was taken out"
+    assert target.stat().st_mode == before.st_mode
+    run(source, tmp_path / "plain.jsonl")
+    assert tokens_without_errors(output) == tokens_without_errors(tmp_path / "plain.jsonl")
+    assert os.listdir(tmp_path / "elsewhere") == ["results"]
+    with Job(source, output, PARAMS, SETTINGS), pytest.raises(RingkvError, match="another run writes it"):
+        Job(source, target, PARAMS, SETTINGS)
+
+
+def nested(depth: int, kind: str) -> Any:
+    """Lists or objects within each other, so many."""
+    value: Any = []
+    for _ in range(depth - 1):
+        value = [value] if kind == "list" else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("kind", ["list", "object"])
+def test_a_row_that_is_nested_as_deep_as_is_accepted_is_resumed(tmp_path, kind):
+    """Oracle: Python's own JSON, read with a limit that nothing here comes near."""
+    rows = [{"prompt": "a", "x": nested(DEEPEST - 1, kind)}, {"prompt": "bad", "x": nested(DEEPEST - 1, kind)}]
+    source, output = write_rows(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    run_until(1, source, output)
+
+    def deep(frames: int, **options: Any) -> Status:
+        return run(source, output, **options) if not frames else deep(frames - 1, **options)
+
+    assert deep(400).done == 2
+    assert deep(400, retry_errors=True).done == 2
+    assert [line["x"] for line in lines(output)] == [rows[0]["x"]] * 2
+    write_rows(source, {"prompt": "a"}, {"prompt": "b", "x": nested(DEEPEST, kind)})
+    with pytest.raises(RingkvError, match=f"line 2: nested too deep; accepted are {DEEPEST} objects and lists"):
+        run(source, tmp_path / "other.jsonl")
 
 
 def test_a_sample_without_a_result_is_an_error_and_a_cancelled_one_is_missing(tmp_path):
