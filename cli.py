@@ -22,16 +22,15 @@ from ringkv.apps.options import (
     RING_FIELDS,
     SAMPLING,
     WHERE,
-    Commands,
     Options,
+    argument_text,
     flag,
-    interrupt_cancels,
     numeric,
     option,
     read_text,
-    reporting,
     with_options,
 )
+from ringkv.apps.process import Commands, interrupt_cancels, reporting
 from ringkv.errors import RingkvError
 
 app = typer.Typer(
@@ -52,7 +51,10 @@ Checkpoint = Annotated[
 def generate(
     options: Options,
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - reads it from stdin.", metavar="PROMPT", show_default=False)
+        str | None,
+        typer.Argument(
+            help="The prompt; - reads it from stdin.", metavar="PROMPT", show_default=False, parser=argument_text
+        ),
     ] = None,
     prompt_file: Annotated[Path | None, option("Read the prompt from a file.", OUTPUT, metavar="FILE")] = None,
     input: Annotated[
@@ -167,9 +169,9 @@ def trace(
     png: Annotated[Path | None, option("Draw the survival map (needs matplotlib).", OUTPUT, metavar="FILE")] = None,
 ) -> None:
     """Show what the ring remembered of a generation: as a page, as a picture, or in a few lines."""
-    from ringkv.apps.trace.terminal import show
+    from ringkv.apps.trace.terminal import show_trace
 
-    show(file, html, png)
+    show_trace(file, html, png)
 
 
 @app.command()

@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
+from ringkv.apps.process import note, say
 from ringkv.engine import Completion
 
 
-def stdout() -> Console:
-    """For tables: as wide as the terminal, or wide enough where nobody's terminal says."""
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = 160
-    return console
+def show(*parts: str | Table) -> None:
+    """Texts and tables on stdout."""
+    say(_drawn(parts))
+
+
+def _drawn(parts: Iterable[str | Table], stderr: bool = False) -> str:
+    """Texts and tables as stdout or stderr shows them: as wide as the terminal, or wide enough where no terminal says.
+
+    No table is so narrow that a word or a number loses a part, whatever the terminal says.
+    """
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    wide = console.width if console.is_terminal or "COLUMNS" in os.environ else 160
+    with console.capture() as drawn:
+        for part in parts:
+            if isinstance(part, str):
+                console.out(part, highlight=False)
+            else:
+                console.width = 10**4  # to measure in
+                console.width = max(wide, console.measure(part).minimum)
+                console.print(part)
+    return drawn.get()
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON on stdout."""
-    typer.echo(json.dumps(value, ensure_ascii=False))
+    """One line of JSON on stdout, in ASCII on a terminal that is not in Unicode."""
+    say(json.dumps(value, ensure_ascii=not sys.stdout.encoding.lower().startswith("utf")) + "\n")
 
 
 def fields_table(rows: Mapping[str, str]) -> Table:
@@ -54,10 +70,15 @@ def _ended(done: Completion) -> str:
     )
 
 
-def print_stats(done: Completion) -> None:
-    """The whole table on stderr."""
+def print_stats(done: Completion, endings: Mapping[int, str]) -> None:
+    """The whole table on stderr.
+
+    Args:
+        endings: the ids that end a text, with their tokens' texts (see ``Prompts.endings``).
+    """
     ring, timing = done.ring, done.timing
     retained = ring["retained"] or [0]
+    ignored = done.sampling.get("ignore_eos", {}).get("value")
     rows = {
         "model": f"{done.model} ({done.dtype['compute']}, backend {done.backend})",
         "ended": _ended(done),
@@ -76,12 +97,18 @@ def print_stats(done: Completion) -> None:
             for name, entry in done.sampling.items()
             if entry["source"] != "default" or name in ("temperature", "top_p", "max_tokens")
         ),
+        "ends at": "no token (ignore_eos)" if ignored else listed_endings(endings),
         "seed": str(ring["seed"]),
     }
     table = fields_table(rows)
     for warning in done.warnings:
         table.add_row("warning", warning)
-    Console(stderr=True, highlight=False, markup=False).print(table)
+    note(_drawn([table], stderr=True).removesuffix("\n"))
+
+
+def listed_endings(endings: Mapping[Any, str]) -> str:
+    """The tokens that end a text, in a line."""
+    return ", ".join(f"{id} {text}".rstrip() for id, text in endings.items()) or "no token"
 
 
 def print_policies(rows: list[dict[str, Any]]) -> None:
@@ -90,4 +117,4 @@ def print_policies(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         fields = ", ".join(f"{name}={default}" for name, default in row["params"].items())
         table.add_row(row["name"], fields or "-", row["keeps"], row["source"])
-    stdout().print(table)
+    show(table)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-import typer
-
 from ringkv.apps.console import print_json, print_stats, summary
-from ringkv.apps.options import Options, check_output, interrupt_cancels, read_text
+from ringkv.apps.options import Options, check_output, read_text
+from ringkv.apps.process import INTERRUPTED, interrupt_cancels, note, say
 from ringkv.apps.trace.trace import Trace
 from ringkv.engine import Completion, Engine, SamplingParams
 from ringkv.errors import RingkvError
@@ -45,15 +44,16 @@ def run_prompt(
             raise RingkvError(f"--trace: it records one sample; accepted is -n 1, not {params.n}")
     messages = _messages(options, read_text(prompt, prompt_file, "--prompt-file"))
     with options.engine(lanes) as engine, interrupt_cancels(engine) as interrupted:
+        endings = engine.prompts.endings
         if params.n > 1:
             samples = engine.generate(messages, params, raw=options.raw)
             results = samples if isinstance(samples, list) else [samples]
         else:
             results = [_stream(engine, messages, params, options.raw, shown=not json, trace=trace)]
     for done in results:
-        _finish(done, options, json, shown=params.n == 1)
+        _finish(done, endings, options, json, shown=params.n == 1)
     if interrupted:
-        return 130
+        return INTERRUPTED
     return 1 if any(done.finish_reason == "error" for done in results) else 0
 
 
@@ -74,8 +74,7 @@ def _stream(
     """One sample, its answer on stdout as it comes where it is to be shown, its trace saved where one is wanted."""
     for event in engine.stream(messages, params, raw=raw, trace=trace is not None):
         if shown and event.channel == "answer":
-            typer.echo(event.text, nl=False)
-            sys.stdout.flush()
+            say(event.text)
     done = event.completion
     assert done is not None  # the last event carries it
     if trace is not None and done.trace is not None:
@@ -83,13 +82,15 @@ def _stream(
     return done
 
 
-def _finish(done: Completion, options: Options, json: bool, shown: bool) -> None:
-    """The JSON, or what is not shown of the text; then the summary or the table on stderr."""
+def _finish(done: Completion, endings: Mapping[int, str], options: Options, json: bool, shown: bool) -> None:
+    """The JSON, or what is not shown of the text; then the summary or the table on stderr, and an error always."""
     if json:
         print_json(done.to_dict())
     else:
-        typer.echo("" if shown else done.text)
+        say("\n" if shown else f"{done.text}\n")
     if options.stats:
-        print_stats(done)
+        print_stats(done, endings)
     elif not options.quiet:
-        typer.echo(summary(done), err=True)
+        note(summary(done))
+    elif done.error is not None:
+        note(f"ringkv: {done.error['message']}")

@@ -1,10 +1,9 @@
-"""What the commands share: options as one frozen dataclass, reading texts, one line for an error, Ctrl-C."""
+"""What the commands share: options as one frozen dataclass, and the texts and files that options name."""
 
 from __future__ import annotations
 
 import inspect
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,15 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
-import typer.core
 
+from ringkv.apps.process import reporting
 from ringkv.errors import RingkvError
+from ringkv.files import missing_folder, same_file, utf8_text
 
 if TYPE_CHECKING:
     from ringkv.engine import Engine, RingConfig, SamplingParams
 
 SAMPLING_FIELDS: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "thinking")
-SAMPLING_FIELDS += ("max_thinking_tokens", "on_repetition")
+SAMPLING_FIELDS += ("stop_token_ids", "max_thinking_tokens", "on_repetition")
 # The headings of --help.
 RING, SAMPLING, MACHINE, OUTPUT = "Ring", "Sampling", "Model and machine", "Output"
 MEASURED = "What is measured"
@@ -58,6 +58,14 @@ def flag(help: str, panel: str, *names: str) -> Any:
 def numeric(help: str, panel: str, *names: str, metavar: str = "INT", **more: Any) -> Any:
     """An option that takes a number. A text that is no number is passed on, for the check of its field to refuse."""
     return option(help, panel, *names, parser=real if metavar == "FLOAT" else number, metavar=metavar, **more)
+
+
+def argument_text(given: str) -> str:
+    """A text of the command line: bytes that the locale could not decode are read as UTF-8, if they are UTF-8."""
+    try:
+        return given.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
+        return given  # with half a character in it, which is refused where the text is encoded
 
 
 def real(given: str | float) -> float | str:
@@ -135,7 +143,12 @@ class Options:
     max_tokens: Annotated[
         Any, numeric("The most tokens of an answer (32768; under policy full, what fits).", SAMPLING)
     ] = None
-    stop: Annotated[list[str] | None, option("A string that ends the text; may be repeated.", SAMPLING)] = None
+    stop: Annotated[
+        list[str] | None, option("A string that ends the text; may be repeated.", SAMPLING, parser=argument_text)
+    ] = None
+    stop_token_ids: Annotated[
+        list[Any] | None, numeric("The id of a token that ends the text; may be repeated.", SAMPLING, "--stop-token-id")
+    ] = None
     thinking: Annotated[
         bool | None, flag("Ask the chat template for a thought, or for none.", SAMPLING, "--thinking/--no-thinking")
     ] = None
@@ -149,7 +162,7 @@ class Options:
         ),
     ] = None
 
-    system: Annotated[str | None, option("A system message.", SAMPLING)] = None
+    system: Annotated[str | None, option("A system message.", SAMPLING, parser=argument_text)] = None
     raw: Annotated[bool, flag("Take the prompt as it is, without the chat template.", SAMPLING, "--raw")] = False
     stats: Annotated[bool, flag("Print the whole table of figures on stderr.", OUTPUT, "--stats")] = False
     quiet: Annotated[bool, flag("Print no summary on stderr.", OUTPUT, "-q", "--quiet")] = False
@@ -186,7 +199,9 @@ class Options:
             os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         ring = self.ring()
         machine = self.given("device", "dtype", "backend", "revision", "threads", "seed")
-        return Engine.from_pretrained(self.model, ring=ring, lanes=lanes, **machine)
+        engine = Engine.from_pretrained(self.model, ring=ring, lanes=lanes, **machine)
+        engine.name = argument_text(engine.name)  # for results and traces; the model's own is a path
+        return engine
 
     def params(self, **more: Any) -> SamplingParams:
         """The sampling options as the engine takes them."""
@@ -196,7 +211,7 @@ class Options:
 
 
 def read_text(text: str | None, file: Path | None, name: str) -> str:
-    """The text of a command: as given, of stdin where it is -, or of a file.
+    """The text of a command: as given, of stdin where it is -, or of a file, whose line ends stay as they are.
 
     Args:
         name: the option that names the file.
@@ -209,9 +224,9 @@ def read_text(text: str | None, file: Path | None, name: str) -> str:
     what = f"{name} {str(file)!r}" if file is not None else "stdin" if text == "-" else "prompt"
     try:
         if file is not None:
-            text = file.read_text(encoding="utf-8")
+            text = utf8_text(file.read_bytes())
         elif text == "-":
-            text = sys.stdin.buffer.read().decode("utf-8")
+            text = utf8_text(sys.stdin.buffer.read())
     except (OSError, ValueError) as error:  # a path may hold a null byte
         raise RingkvError(f"{what}: cannot be read as UTF-8 text ({error})") from None
     if not text:
@@ -221,21 +236,35 @@ def read_text(text: str | None, file: Path | None, name: str) -> str:
 
 def check_output(name: str, path: Path, *others: Path | None) -> None:
     """Refuse at the start a file that could not be written at the end, or that another option of the command names."""
-    from ringkv.files import same_file
-
+    folder = Path(os.path.realpath(path)).parent
     if path.is_dir():
         why = "it is a folder"
-    elif not path.parent.is_dir():
-        why = f"there is no folder {str(path.parent)!r}"
+    elif (missing := missing_folder(path)) is not None:
+        why = f"there is no folder {str(missing)!r}"
     elif path.exists() and not path.is_file():
         why = "it is no regular file"
-    elif not os.access(path.parent, os.W_OK):
-        why = f"the folder {str(path.parent.absolute())!r} cannot be written to"
+    elif not os.access(folder, os.W_OK):
+        why = f"the folder {str(folder)!r} cannot be written to"
     elif any(other is not None and same_file(path, other) for other in others):
         why = "this command names it twice"
     else:
         return
     raise RingkvError(f"{name} {str(path)!r}: {why}; accepted is the name of a file")
+
+
+@contextmanager
+def _downloads_in_silence(quiet: bool) -> Iterator[None]:
+    """While open, the hub's client shows no progress, if a command is to be quiet; it looks when it is imported."""
+    name = "HF_HUB_DISABLE_PROGRESS_BARS"
+    before = os.environ.get(name)
+    if quiet:
+        os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
 
 
 def listed(text: str, separator: str = ",") -> list[str]:
@@ -273,7 +302,7 @@ def with_options(*names: str) -> Callable[[Command], Callable[..., None]]:
 
         def command(**values: Any) -> None:
             options = Options(**{field.name: values.pop(field.name) for field in chosen})
-            with reporting(options.debug):
+            with reporting(options.debug), _downloads_in_silence(options.quiet):
                 code = function(options=options, **values)
             if code:
                 raise typer.Exit(code)
@@ -285,95 +314,3 @@ def with_options(*names: str) -> Callable[[Command], Callable[..., None]]:
         return command
 
     return decorate
-
-
-class Commands(typer.core.TyperGroup):
-    """The group of all commands. A command that is called wrongly is answered in one line, too."""
-
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **more: Any,
-    ) -> Any:
-        """Run one, and exit with its code."""
-        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-            if getattr(sys, name) is None:  # it was closed: nothing comes from there, or goes there
-                setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open as long as the process
-        try:
-            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **more)
-        except SystemExit as error:  # completion's; or what rich makes of a reader that left
-            code = 0 if isinstance(error.__context__, BrokenPipeError) else error.code
-        except Exception as error:  # typer's and click's share no class, and what is not theirs is raised again
-            debug = "--debug" in (sys.argv if args is None else args)
-            if isinstance(error, OSError) and not debug:
-                told, code = str(error), 1
-            elif standalone_mode and hasattr(error, "format_message"):  # typer's classes, or click's, by its version
-                told, code = f"{' '.join(error.format_message().split()).rstrip('.')}; -h lists what is accepted", 2
-            else:
-                raise
-            typer.echo(f"ringkv: {told}", err=True)
-        if standalone_mode:
-            sys.exit(code or 0)
-        return code
-
-
-@contextmanager
-def reporting(debug: bool) -> Iterator[None]:
-    """Turn errors into one line on stderr and an exit code.
-
-    The code is 2 for bad input, 1 for a failure of the machine or of this program, 130 after an interrupt, and 0 where
-    the reader of stdout has left. With ``debug`` an error is shown with its traceback, and log lines are printed.
-    """
-    if debug:
-        import logging
-
-        logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-        sys.stdout.flush()
-    except typer.Exit:  # a RuntimeError
-        raise
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except BrokenPipeError:
-        # Python flushes stdout once more at exit; give it somewhere to write to.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
-    except Exception as error:  # one line, whatever went wrong
-        if debug:
-            raise
-        text = " ".join(str(error).split()) or type(error).__name__
-        if not isinstance(error, (RingkvError, MemoryError, OSError, RuntimeError)):
-            text = f"{type(error).__name__}: {text}; --debug shows where"
-        typer.echo(f"ringkv: {text}", err=True)
-        raise typer.Exit(2 if isinstance(error, RingkvError) else 1) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def interrupt_cancels(engine: Engine) -> Iterator[list[int]]:
-    """While open, the first Ctrl-C (or SIGTERM) ends the running request and the second one the program.
-
-    Yields:
-        A list that holds the signals that came.
-    """
-    came: list[int] = []
-
-    def handler(number: int, frame: Any) -> None:
-        came.append(number)
-        if len(came) > 1:
-            raise KeyboardInterrupt
-        engine.cancel(0)
-
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield came
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

@@ -15,16 +15,18 @@ if TYPE_CHECKING:
     from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
     from ringkv.engine.cost import bytes_read
     from ringkv.engine.engine import Engine
+    from ringkv.engine.host_memory import free_memory
     from ringkv.engine.loading import resolve_runtime
-    from ringkv.engine.memory import Planner, free_memory, settle
+    from ringkv.engine.memory import Planner, settle
     from ringkv.engine.policies import policy_table
+    from ringkv.engine.prompts import Prompts
     from ringkv.engine.record import DROPPED, LIVE, PREFILL, Record
     from ringkv.engine.runner import Progress, Runner
     from ringkv.engine.sampling.values import Sampling
     from ringkv.engine.seeds import effective_seed
     from ringkv.engine.spec import describe
     from ringkv.engine.text.thoughts import ANSWER, THINKING
-    from ringkv.models.checkpoints.open import open_checkpoint, open_config
+    from ringkv.models.checkpoints.open import open_checkpoint, open_config, open_tokenizer
     from ringkv.models.config import ModelConfig
 
 _NAMES = {
@@ -32,16 +34,18 @@ _NAMES = {
     "engine.config": "LANE_LIMIT RingConfig SamplingParams",
     "engine.cost": "bytes_read",
     "engine.engine": "Engine",
+    "engine.host_memory": "free_memory",
     "engine.loading": "resolve_runtime",
-    "engine.memory": "Planner free_memory settle",
+    "engine.memory": "Planner settle",
     "engine.policies": "policy_table",
+    "engine.prompts": "Prompts",
     "engine.record": "DROPPED LIVE PREFILL Record",
     "engine.runner": "Progress Runner",
     "engine.sampling.values": "Sampling",
     "engine.seeds": "effective_seed",
     "engine.spec": "describe",
     "engine.text.thoughts": "ANSWER THINKING",
-    "models.checkpoints.open": "open_checkpoint open_config",
+    "models.checkpoints.open": "open_checkpoint open_config open_tokenizer",
     "models.config": "ModelConfig",
 }
 _HOME = {name: f"ringkv.{module}" for module, names in _NAMES.items() for name in names.split()}

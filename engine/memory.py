@@ -6,7 +6,6 @@ and the real prefill runs there while its live tensors are counted.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringkv.engine.config import RingConfig
+from ringkv.engine.host_memory import free_memory
 from ringkv.engine.live_bytes import LiveBytes
 from ringkv.engine.retention import Retention
 from ringkv.engine.ring.storage import Ring
@@ -233,8 +233,11 @@ def settle(
     Raises:
         RingkvError: with the arithmetic.
     """
-    free = free_memory(device) if free is None else free
     planner = Planner(model, dtype, packed=packed, captured=device.type == "cuda")
+    if free is None:
+        if "auto" in (ring.budget, lanes):  # for this torch loads libraries, whose memory is then not free
+            planner.prefill_bytes(replace(ring, budget=ring.least_budget))
+        free = free_memory(device)
     if loaded:
         planner.weights_bytes = planner.load_bytes = 0
     if "auto" in (ring.budget, lanes):
@@ -259,21 +262,6 @@ def settle(
             f"lane{'s' * (lanes > 1)}) = {size(planner.weights_bytes + held)}, and {size(free)} are free on {device}"
         )
     return ring, lanes
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that can be taken on a device without pushing anything out; None where the system does not tell."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 class _KeepsAll:

@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ringkv.engine.config import RingConfig, SamplingParams
+from ringkv.engine.idle import fixed_seeds, idle_options
 from ringkv.engine.request import Request
 from ringkv.engine.sampling.steering import QUEUE
 from ringkv.engine.sampling.values import Sampling, suppressed
 from ringkv.engine.seeds import effective_seed
-from ringkv.engine.text.encoding import IncrementalDecoder, encode_messages
+from ringkv.engine.text.encoding import Conversation, IncrementalDecoder
 from ringkv.engine.text.endings import ending_tokens
 from ringkv.engine.text.templates import ChatTemplate
-from ringkv.engine.text.thoughts import ThoughtTags, strip_thought
+from ringkv.engine.text.thoughts import THINKING, ThoughtSplitter, ThoughtTags, strip_thought
 from ringkv.errors import RingkvError
 from ringkv.models.config import ModelConfig
 from ringkv.models.tokenizer import Tokenizer
@@ -80,6 +81,7 @@ class Prompts:
         Raises:
             RingkvError: an empty prompt, one that cannot fit, ids the model does not know.
         """
+        conversation = None
         messages: list[Message] | None = None
         if isinstance(prompt, str):
             if raw:
@@ -95,26 +97,38 @@ class Prompts:
         if messages is not None:
             if raw:
                 raise RingkvError("raw: messages need the chat template, which raw mode leaves out; give a text or ids")
-            ids = self.encode(messages, params.thinking)
+            conversation = self.conversation(messages, params.thinking)
+            ids = conversation.ids
         ids = self.check_ids(ids)
-        pin = self._pin(ids, messages)
+        pin, idle_pin = self._pin(ids, conversation)
+        inside = self._begins_inside(ids, conversation, params.thinking is True, begun)
         ids += self.check_ids(begun) if begun else []
         sampling = Sampling.resolve(params, self.generation_config)
         seed = effective_seed(params.seed, self.engine_seed, index, sampling.greedy)
+        stop_ids = self._stop_ids(params, sampling)
+        thought, warnings = self._thought(params, sampling)
+        template = None if conversation is None else self.template
+        idle = idle_options(params, sampling, tags=self.tags, template=template, inside=inside, stop_ids=stop_ids)
         request = Request(
             index=index,
             ids=ids,
             sampling=self._fit(len(ids), sampling),
             seed=seed,
             pin=pin,
-            stop_ids=self._stop_ids(params, sampling),
+            stop_ids=stop_ids,
             position_limit=self.config.max_position_embeddings,
-            **self._thought(ids, params, sampling),
+            inside_thought=inside,
+            warnings=[*warnings, *idle, *idle_pin, *fixed_seeds(params.seed, self.engine_seed)],
+            **thought,
         )
         return [dataclasses.replace(request, sample=sample) for sample in range(params.n)]
 
     def encode(self, messages: Sequence[Message], thinking: bool | str = "auto") -> list[int]:
-        """Token ids of a conversation, with the generation prompt. Thoughts of earlier turns are left out.
+        """Token ids of a conversation; see ``conversation``."""
+        return self.conversation(messages, thinking).ids
+
+    def conversation(self, messages: Sequence[Message], thinking: bool | str = "auto") -> Conversation:
+        """A conversation with the generation prompt. Thoughts of earlier turns are left out.
 
         Args:
             thinking: True or False goes to the template as ``enable_thinking``.
@@ -122,7 +136,7 @@ class Prompts:
         if self.tags is not None:
             messages = [_without_thought(message, self.tags) for message in messages]
         wanted = thinking if isinstance(thinking, bool) else None
-        return encode_messages(self._need_tokenizer(), self.template, messages, thinking=wanted)
+        return Conversation(self._need_tokenizer(), self.template, messages, thinking=wanted, tags=self.tags)
 
     def encode_raw(self, text: str) -> list[int]:
         """Token ids of a text as it stands."""
@@ -153,25 +167,46 @@ class Prompts:
                 raise RingkvError.bad("prompt: token id", id, f"0 to {self.config.vocab_size - 1}")
         return list(ids)
 
-    def _thought(self, ids: list[int], params: SamplingParams, sampling: Sampling) -> dict[str, Any]:
-        """What a request must know of the thought that it may hold."""
+    def _begins_inside(
+        self, ids: list[int], conversation: Conversation | None, claimed: bool, begun: Sequence[int]
+    ) -> bool:
+        """Whether what follows a prompt, and the tokens of an answer that has begun, is a thought.
+
+        In a chat the generation prompt decides (see ``Conversation.begins_inside``), otherwise the end of the prompt
+        or, with ``thinking=True``, its last tag (see ``ThoughtTags.begins_inside``). The answer's own tags come after.
+        """
+        if self.tags is None or self.tokenizer is None:
+            return False
+        if conversation is not None:
+            inside = conversation.begins_inside()
+        else:
+            inside = self.tags.begins_inside(ids, self._written, claimed)
+        splitter, decoder = ThoughtSplitter(self.tags, inside), IncrementalDecoder(self.tokenizer)
+        for token in begun:
+            splitter.push(token, decoder.push(token))
+        return splitter.channel == THINKING
+
+    def _written(self, ids: Sequence[int]) -> str:
+        """The text of ids, special ones included."""
+        tokenizer = self._need_tokenizer()
+        return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
+
+    def _thought(self, params: SamplingParams, sampling: Sampling) -> tuple[dict[str, Any], list[str]]:
+        """What a request must know of the thought that it may hold, and what its result must say of it."""
         tags = self.tags
         if params.max_thinking_tokens is not None and (tags is None or tags.ids is None):
             why = "the model has no thoughts" if tags is None else f"{tags.open} and {tags.close} are not single tokens"
-            raise RingkvError(f"max_thinking_tokens = {params.max_thinking_tokens}: {why}; accepted is none")
+            raise RingkvError(f"max_thinking_tokens = {params.max_thinking_tokens}: {why}; accepted is None")
         if tags is None or self.tokenizer is None:
-            return {}
+            return {}, []
         message = self.tokenizer.encode(params.thinking_message, control=False)
         if len(message) >= QUEUE:
             raise RingkvError(f"thinking_message: {len(message)} tokens; accepted are up to {QUEUE - 1}")
-        return {
-            "tags": tags,
-            "inside_thought": tags.begins_inside(ids, self.tokenizer.decode),
-            "closing_message": message,
-            "warnings": ["temperature 0: a model that thinks falls into loops more easily"] if sampling.greedy else [],
-        }
+        loops = ["temperature 0: a model that thinks falls into loops more easily"] if sampling.greedy else []
+        return {"tags": tags, "closing_message": message}, loops
 
     def _stop_ids(self, params: SamplingParams, sampling: Sampling) -> frozenset[int]:
+        """The ids that end the text: those that are asked for, as ids or as stop strings, and the model's own."""
         if sampling.values["stop"] and self.tokenizer is None:
             source = "" if params.stop else " (stop_strings of generation_config)"
             raise RingkvError(f"stop{source}: this engine has no tokenizer, so no text to look in; use stop_token_ids")
@@ -185,7 +220,14 @@ class Prompts:
                     raise RingkvError.bad(f"{field}: token id", id, "the id of a token; none has this one")
                 if id in self.suppressed:
                     raise RingkvError.bad(f"{field}: token id", id, "an id that generation_config does not suppress")
-        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
+        ids = {id for stop in sampling.values["stop"] if (id := self._control_token(stop)) is not None}
+        return frozenset(ids.union(params.stop_token_ids)) | (frozenset() if params.ignore_eos else self.eos_ids)
+
+    def _control_token(self, text: str) -> int | None:
+        """The control token that a text is as a whole, blanks that it takes with it included."""
+        tokenizer = self._need_tokenizer()
+        id = tokenizer.control_tokens.get(text.strip())
+        return id if id is not None and id < self.vocabulary and tokenizer.encode(text) == [id] else None
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -206,19 +248,18 @@ class Prompts:
             )
         return sampling
 
-    def _pin(self, ids: list[int], messages: list[Message] | None) -> int:
-        """The end of the pinned span; refused where it leaves nothing to evict."""
-        pin = 0
-        if self.ring.pin == "prompt":
-            pin = len(ids)
-        elif self.ring.pin == "system" and messages is not None and messages[0].get("role") == "system":
-            alone = encode_messages(self._need_tokenizer(), self.template, messages[:1], add_generation_prompt=False)
-            pin = next(
-                (i for i, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids))
-            )
+    def _pin(self, ids: list[int], conversation: Conversation | None) -> tuple[int, list[str]]:
+        """The end of the pinned span, refused where it leaves nothing to evict, and why a pin does nothing."""
+        pin = len(ids) if self.ring.pin == "prompt" else 0
+        idle = []
+        if self.ring.pin == "system":
+            found = None if conversation is None else conversation.system_ids()
+            pin = found or 0
+            why = "the prompt has no system message" if found is None else "the chat template does not write it whole"
+            idle = [] if pin else [f"pin = 'system' does nothing: {why}"]
         if pin > self.ring.sinks and self.ring.policy.evicts:
             self.ring.check_protected(pin, f"pin = {self.ring.pin!r}: pinned tokens")
-        return pin
+        return pin, idle
 
 
 def _without_thought(message: Message, tags: ThoughtTags) -> Message:

@@ -30,7 +30,7 @@ class Request:
         inside_thought: whether the prompt ends inside an open thought.
         closing_message: ids that are written before a thought is closed by force.
         position_limit: max_position_embeddings; going past it is a warning.
-        warnings: what the result must say from the start.
+        warnings: those of the result that are known before it runs.
     """
 
     index: int
@@ -71,7 +71,7 @@ class Generation:
         self.retained: list[int] = []
         self.figures: dict[str, Any] = {"kept": 0, "evictions": 0, "evictions_per_layer": [], "peak_slots": 0}
         self.started = self.first = time.monotonic()
-        self._stops = StopStrings(values["stop"])
+        self._stops = StopStrings(values["stop"], decoder.tokenizer.control_tokens if decoder else ())
         self._detector = self._new_detector()
         self._splitter = ThoughtSplitter(request.tags, request.inside_thought)
 
@@ -114,15 +114,14 @@ class Generation:
         self.tokens.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
-        if token in self.request.stop_ids:
-            self.finish_reason, self.stop_reason = "stop", token
-            return self.flush()
-        text, hit = self._stops.push(self._read(token, forced))
+        text, hit = self._stops.push(*self._read(token, forced))
         if hit is not None:
             self.finish_reason, self.stop_reason = "stop", hit
             return self._keep(self._splitter.flush(len(text)))
         pieces = self._keep(self._splitter.show(len(text)))
-        if not forced:
+        if token in self.request.stop_ids:
+            self.finish_reason, self.stop_reason = "stop", token
+        elif not forced:
             self._watch(token)
         if self.finish_reason is None and self.room <= 0:
             self.finish_reason = "length"
@@ -146,7 +145,7 @@ class Generation:
         self.finish_reason, self.error = "error", {"type": kind, "message": message}
 
     def warnings(self) -> list[str]:
-        """What the result must say beside its text."""
+        """The warnings of the result."""
         limit, seen = self.request.position_limit, len(self.request.ids) + len(self.tokens)
         past = f"{seen} tokens were seen; the model was made for {limit} (max_position_embeddings)"
         open_thought = "it ended inside the thought: there is no answer"
@@ -168,14 +167,22 @@ class Generation:
             "tokens_per_s": max(0, len(self.tokens) - 1) / decode if decode else 0.0,
         }
 
-    def _read(self, token: int, forced: bool) -> str:
-        """The text of a token, in which a tag stands even where the tokenizer prints nothing for it."""
-        text, tag = self.decoder.push(token) if self.decoder else "", self._splitter.tag(token)
-        if tag and self.decoder and not text.endswith(tag):
-            text += self.decoder.flush() + tag
-        message = forced and not tag
-        self._splitter.push(token, text, counted=not message)
-        return text
+    def _read(self, token: int, forced: bool) -> tuple[str, bool]:
+        """The text of a token, and whether it is shown.
+
+        Special tokens and those that end the text are not, other than tags, which stand in the text even where the
+        tokenizer prints nothing for them.
+        """
+        decoder, tag = self.decoder, self._splitter.tag(token)
+        ends = token in self.request.stop_ids and not tag
+        text = decoder.push(token) if decoder and not ends else ""
+        if tag and decoder and not text.endswith(tag):
+            text += decoder.flush() + tag
+        if not ends:
+            self._splitter.push(token, text, counted=not forced or bool(tag))
+        if decoder and not tag and (ends or token in decoder.tokenizer.special_ids):
+            return decoder.tokenizer.token_bytes(token).decode(errors="replace"), False
+        return text, True
 
     def _keep(self, pieces: list[tuple[str, str]]) -> list[tuple[str, str]]:
         for channel, piece in pieces:
@@ -183,7 +190,7 @@ class Generation:
         return pieces
 
     def _watch(self, token: int) -> None:
-        """Look for a loop, and do what the request wants done about it."""
+        """Look for a loop, and do about it what the request says."""
         found = self._detector.push(token)
         if found is None:
             return

@@ -1,4 +1,4 @@
-"""Which seed a request gets. Every draw of a request follows from it, and the result reports it."""
+"""The seed of a request, from which each of its draws follows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ringkv.kernels.table import philox
 
 
 def effective_seed(given: int | None, engine_seed: int | None, index: int, greedy: bool) -> int:
-    """The request's seed, unsigned, 64 bits.
+    """The seed of a request, or of a run of many, unsigned, 64 bits.
 
-    Given > drawn from (engine seed, request index) > 0 for a greedy request, so that greedy is repeatable under a
-    policy that draws > drawn afresh.
+    It is the seed that was given. Without one it is drawn from the engine's seed and the request's index. Without
+    either it is 0 for a greedy request, which is then repeatable under a policy that draws, and a fresh one otherwise.
     """
     if given is not None:
         return given % (1 << 64)

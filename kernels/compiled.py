@@ -49,7 +49,7 @@ def load(folder: Path, names: Iterable[str]) -> ctypes.CDLL:
 
 def _load(folder: Path, compiler: list[str], threads: Path, names: list[str]) -> ctypes.CDLL:
     target = _run([*compiler, *FLAGS, "-dM", "-E", "-x", "c", os.devnull])  # its version, and what the processor has
-    texts = {path: path.read_text() for path in sorted(folder.glob("*.[ch]"))}
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.[ch]"))}
     made_for = (*texts.values(), target, str(threads), *names, *compiler, *FLAGS)
     kept = f"{hashlib.sha256(chr(0).join(made_for).encode()).hexdigest()[:20]}.so"
     with suppress(OSError):  # not to be executed from there
@@ -125,7 +125,7 @@ def _compilers() -> list[list[str]]:
 def _openmp() -> Path:
     """The OpenMP library that torch runs on. A second one would have threads of its own, and both would wait busily."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()
     except OSError as error:
         raise CannotCompile("only Linux says which OpenMP library torch runs on") from error
     mapped = {Path(line.split(maxsplit=5)[-1]) for line in lines}

@@ -105,7 +105,8 @@ def _named(
         more[_EXTRA] = config[_EXTRA] + more[_EXTRA]
     both = config | more
     values = {key: both[key] for key in NAMES if key in both}
-    values |= {key: both[key] for key in both if _is_other_name(key, both[key]) and (key in more or key not in last)}
+    typed = {key for key, value in config.items() if isinstance(value, dict) and value.get("__type") == "AddedToken"}
+    values |= {key: both[key] for key in both if _is_other_name(key, both[key]) and (key in more or key in typed)}
     values |= last
     extra = both.get(_EXTRA, both.get(_OLD_EXTRA)) or []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -115,7 +115,7 @@ class Tokenizer:
                 )
             return None
         with refusing(path):
-            backend = tokenizers.Tokenizer.from_file(str(path))
+            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
         special_tokens = add_named_tokens(backend, folder)
         return cls(backend, special_tokens=special_tokens, chat_template=_chat_template(folder))
 
@@ -150,21 +150,31 @@ class Tokenizer:
         Raises:
             RingkvError: a text holds half a surrogate pair, or its words alone give a control token.
         """
+        return self._encoded(list(parts))[0]
+
+    def count_before(self, parts: Sequence[str | int], index: int) -> int:
+        """How many ids of ``encode_parts`` begin before the part with this index."""
+        _, starts, borders = self._encoded(list(parts))
+        return bisect_left(starts, borders[index])
+
+    def _encoded(self, parts: list[str | int]) -> tuple[list[int], list[int], list[int]]:
+        """The ids of ``encode_parts``, where each begins, and where each part does and the last one ends."""
         plain, names, ours = self._plain
-        parts = list(parts)
         pieces = [part if isinstance(part, str) else names[part] for part in parts]
+        borders = list(accumulate(map(len, pieces), initial=0))
         encoding = self._encoding(plain, "".join(pieces))
         found = [span for id, span in zip(encoding.ids, encoding.offsets, strict=True) if ours.get(id) in names]
         if len(found) < sum(isinstance(part, int) for part in parts):
-            starts = accumulate(map(len, pieces), initial=0)
-            spans = zip(starts, map(len, pieces), strict=False)
-            return self.encode_parts(
-                part if isinstance(part, str) or _meets(found, *span) else self._added[part].content
-                for part, span in zip(parts, spans, strict=True)
+            spans = zip(borders, map(len, pieces), strict=False)
+            return self._encoded(
+                [
+                    part if isinstance(part, str) or _meets(found, *span) else self._added[part].content
+                    for part, span in zip(parts, spans, strict=True)
+                ]
             )
         for id in set(self.control_tokens.values()).intersection(encoding.ids) - ours.keys():
             raise RingkvError(f"text: the tokenizer makes the control token {self._added[id].content!r} of plain text")
-        return [ours.get(id, id) for id in encoding.ids]
+        return [ours.get(id, id) for id in encoding.ids], [start for start, _ in encoding.offsets], borders
 
     def token_bytes(self, id: int) -> bytes:
         """What a token adds to the text; empty for an id that is none."""

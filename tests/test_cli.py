@@ -69,6 +69,15 @@ def test_json_is_the_completion(tiny, tmp_path):
     assert set(done) == names | {"sample", "model", "dtype", "backend", "ring"}
 
 
+def test_stop_token_ids_end_the_text(tiny):
+    """The first that is drawn does; the option may be repeated."""
+    common = ["generate", "Hi", "-m", tiny, *TINY, "--temperature", 0, "--max-tokens", 6, "--json"]
+    ids = json.loads(run(*common)[1])["token_ids"]
+    done = json.loads(run(*common, "--stop-token-id", ids[4], "--stop-token-id", ids[2])[1])
+    assert done["token_ids"] == ids[: 1 + min(ids.index(ids[2]), ids.index(ids[4]))]
+    assert (done["finish_reason"], done["stop_reason"]) == ("stop", done["token_ids"][-1])
+
+
 def test_several_samples_are_lines_of_json(tiny):
     code, out, _ = run(
         "generate", "Hi", "-m", tiny, *TINY, "--max-tokens", 9, "--json", "-n", 3, "--lanes", 2, "--seed", 5
@@ -125,6 +134,8 @@ def test_stats_is_the_whole_table(tiny):
         (["--lanes", "65537"], "lanes = 65537: accepted is an int <= 65536 or 'auto'"),
         (["--pin", "all"], "pin = 'all'"),
         (["--stop", ""], "stop = "),
+        (["--stop-token-id", "x"], "stop_token_ids = ['x']"),
+        (["--stop-token-id", "99999999"], "stop_token_ids: token id = 99999999"),
         (["--dtype", "int8"], "dtype = 'int8'"),
         (["--device", "tpu"], "device = 'tpu'"),
         (["--backend", "jax"], "backend = 'jax'"),
@@ -312,6 +323,22 @@ def test_a_file_of_prompts(tiny, tmp_path):
     )
     assert code == 0
     assert json.loads(out)["ringkv"]["completion_tokens"] == 3
+
+
+def test_options_that_do_nothing_are_named(tiny, tmp_path):
+    """Issue 14, 9: in the summary, in the JSON and in every line of a file of results."""
+    common = ["-m", tiny, *TINY, "--max-tokens", 3]
+    seed = "seed = -1 is a fixed seed, as every int is: leave it out to have one drawn"
+    raw = "thinking = True does nothing: no chat template reads it (raw mode, or token ids)"
+    _, _, err = run("generate", "Hi", *common, "--raw", "--thinking", "--seed", -1)
+    assert f"warning: {raw}\nwarning: {seed}\n" in err
+    assert json.loads(run("generate", "Hi", *common, "--raw", "--thinking", "--json")[1])["warnings"] == [raw]
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Hi", "temperature": 0}\n')
+    code, out, err = run("generate", "--input", tmp_path / "in.jsonl", "--output", "-", *common, "--raw", "--seed", -1)
+    first, second = sorted((json.loads(line) for line in out.splitlines()), key=lambda one: one["id"])
+    assert (code, first["ringkv"]["warnings"]) == (0, [seed])
+    assert second["ringkv"]["warnings"][1].startswith("temperature beside params does nothing")
+    assert f"results with warnings: 2; the first warning: {seed}" in err
 
 
 def test_score(tiny, tmp_path):

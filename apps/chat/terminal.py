@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 
 from rich.console import Console
 from rich.control import Control
 from rich.segment import ControlType
 
 from ringkv.apps.chat.commands import handle
+from ringkv.apps.chat.keys import held_back
 from ringkv.apps.chat.session import ChatSession, Events
 from ringkv.apps.console import print_stats, summary
+from ringkv.apps.options import argument_text
+from ringkv.apps.process import note, say
 from ringkv.engine import THINKING, Completion
 from ringkv.errors import RingkvError
+from ringkv.files import utf8_text
 
 _BLOCK = '"""'
 _NOTICEABLE = 0.5  # seconds of reading a prompt before progress is shown
@@ -86,7 +89,7 @@ class Terminal:
         session: what is drawn.
         interruptible: a context in which Ctrl-C ends the answer; it yields the signals that came.
         stats: print the whole table after each answer.
-        quiet: print nothing below an answer.
+        quiet: print nothing below an answer but an error.
     """
 
     def __init__(
@@ -99,9 +102,6 @@ class Terminal:
     ) -> None:
         self.session, self.interruptible, self.stats, self.quiet = session, interruptible, stats, quiet
         self.typed, self.drawn = sys.stdin.isatty(), sys.stdout.isatty()
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="replace")
         self._out, self._err = (Console(stderr=err, highlight=False, markup=False) for err in (False, True))
         self._live = self.drawn and not self._out.is_dumb_terminal
         self._blocks = "█░" if self._out.encoding.startswith("utf") else "#."
@@ -126,7 +126,7 @@ class Terminal:
                 self._say(f"input: it is not UTF-8 ({error})")
                 failed = True
                 continue
-            with self.interruptible() as came:
+            with self.interruptible() as came, self._keys():
                 try:
                     reply = handle(self.session, line, self._prefill(came))
                     if reply.quit:
@@ -145,13 +145,17 @@ class Terminal:
 
     def _ask(self, prompt: str) -> str:
         if self.typed and self.drawn:
-            return input(prompt)
+            return argument_text(input(prompt))
         if self.typed:
             self._err.out(prompt, end="")
         line = sys.stdin.buffer.readline()
         if not line:
             raise EOFError
-        return line.decode().rstrip("\r\n")
+        return (line.decode(sys.stdin.encoding) if self.typed else utf8_text(line)).rstrip("\r\n")
+
+    def _keys(self) -> AbstractContextManager[None]:
+        """Keeps the keys that are typed out of what is drawn."""
+        return held_back(sys.stdin.fileno()) if self.typed and self.drawn else nullcontext()
 
     def _prefill(self, came: list[int]) -> Callable[[int, int], None]:
         began = time.monotonic()
@@ -207,14 +211,16 @@ class Terminal:
     def _below(self, done: Completion) -> None:
         unfinished = self.session.unfinished
         if self.stats:
-            print_stats(done)
-        elif not self.quiet and self._err.is_terminal and not self._err.is_dumb_terminal:
+            print_stats(done, self.session.engine.prompts.endings)
+        elif self.quiet:
+            if done.error is not None:
+                self._say(_ending(done, unfinished))
+        elif self._err.is_terminal and not self._err.is_dumb_terminal:
             lines = [status(done, unfinished, self._blocks), *(f"warning: {warning}" for warning in done.warnings)]
             self._err.out("\n".join(lines), style="dim", highlight=False)
-        elif not self.quiet:
+        else:
             ending = _ending(done, unfinished)
-            sys.stderr.write(f"{summary(done)}\n" + (f"[{ending}]\n" if ending else ""))
-            sys.stderr.flush()
+            note(summary(done) + (f"\n[{ending}]" if ending else ""))
 
     def _say(self, text: str) -> None:
         """What is no part of the conversation."""
@@ -222,15 +228,13 @@ class Terminal:
         if self.drawn:
             self._write(f"{text}\n", "dim")
         else:
-            sys.stderr.write(f"{text}\n")
-            sys.stderr.flush()
+            note(text)
 
     def _write(self, text: str, style: str | None = None) -> None:
         if self.drawn:
             self._out.out(text.translate(_INVISIBLE), style=style, highlight=False, end="")
         else:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            say(text)
 
     def _pass(self, text: str) -> None:
         """Show a line that will be erased; nothing where that cannot be done."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ringkv.engine import SamplingParams
 from ringkv.errors import RingkvError
-from ringkv.files import write_whole
+from ringkv.files import utf8_text, write_whole
 
 FORMAT = "ringkv_chat"
 PARAMS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
@@ -60,7 +60,7 @@ class Transcript:
         """
         file = _path("load", path)
         try:
-            return cls._of(json.loads(file.read_text(encoding="utf-8")))
+            return cls._of(json.loads(utf8_text(file.read_bytes())))
         except RingkvError as error:
             raise RingkvError(f"load: {str(path)!r}: {error}") from None
         except OSError as error:

@@ -38,6 +38,8 @@ class Status:
         tokens, evictions: of the results of this run.
         interrupted: whether Ctrl-C or SIGTERM ended it.
         problem: in one line, what kept a result from being written.
+        warned: results of this run that have warnings.
+        warning: the first of these.
     """
 
     rows: int
@@ -48,6 +50,8 @@ class Status:
     evictions: int = 0
     interrupted: bool = False
     problem: str | None = None
+    warned: int = 0
+    warning: str = ""
 
 
 class Job:
@@ -123,7 +127,7 @@ class Job:
             on_result: called after each result is written.
 
         Raises:
-            BrokenPipeError: the reader of stdout has left.
+            OSError: stdout cannot be written, or its reader has left.
         """
         status = self.status
 
@@ -131,14 +135,17 @@ class Job:
             with signals.held():
                 try:
                     self.results.append({**row.carried, "id": row.id, OURS: result})
-                except BrokenPipeError:
-                    raise
                 except OSError as error:
+                    if isinstance(self.results, StdoutResults):
+                        raise
                     raise _Unwritten(error.strerror) from error
             status.done += 1
             status.failed += result.get("error") is not None
             status.tokens += result.get("completion_tokens", 0)
             status.evictions += result.get("ring", {}).get("evictions", 0)
+            if warnings := result.get("warnings"):
+                status.warned += 1
+                status.warning = status.warning or warnings[0]
             if on_result is not None:
                 on_result(status)
 
@@ -172,7 +179,7 @@ class Job:
                     errors[row.key] = completion.error
                     write(row, {"sample": completion.sample, "error": completion.error})
                 elif completion.finish_reason != "cancelled":
-                    write(row, completion.to_dict())
+                    write(row, completion.to_dict() | {"warnings": [*completion.warnings, *row.warnings]})
         # A prompt that is refused has one completion, whatever n is.
         for row in rows:
             self._write_rest(row, missing, errors.get(row.key, _NO_RESULT), write)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ringkv.apps.jobs.rows import OURS, parse_object
 from ringkv.errors import RingkvError
-from ringkv.files import FLAGS, beside, refusing, write_all
+from ringkv.files import FLAGS, beside, refusing, replacing, write_all
 
 try:
     import fcntl
@@ -95,25 +95,15 @@ class Results:
         """Take out the results with an error; at every moment the file is either the old or the new one."""
         if not any(self.done.values()):
             return
-        new = beside(self.path, ".tmp")
-        with refusing(new):
-            new.unlink(missing_ok=True)
-            fd = os.open(new, FLAGS | os.O_EXCL, stat.S_IMODE(os.fstat(self._fd).st_mode))
-            try:
-                if fcntl is not None:
-                    fcntl.flock(fd, fcntl.LOCK_EX)  # before it has the name, so that no other run comes between
-                size = 0
-                for line in self._lines():
-                    if line.strip() and not _unit(parse_object(line))[1]:
-                        size += write_all(fd, line)
-                os.fsync(fd)
-                if fcntl is None:  # Windows replaces no open file
-                    self._close()
-                os.replace(new, self.path)
-            except BaseException:
-                os.close(fd)
-                new.unlink(missing_ok=True)
-                raise
+        with replacing(self.path) as fd:
+            if fcntl is not None:
+                fcntl.flock(fd, fcntl.LOCK_EX)  # before it has the name, so that no other run comes between
+            size = 0
+            for line in self._lines():
+                if line.strip() and not _unit(parse_object(line))[1]:
+                    size += write_all(fd, line)
+            if fcntl is None:  # Windows replaces no open file
+                self._close()
         self._close()
         self._fd, self._size = fd, size
         self.done = {unit: failed for unit, failed in self.done.items() if not failed}

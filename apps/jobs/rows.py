@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,18 @@ from ringkv.engine import SamplingParams
 from ringkv.errors import RingkvError
 
 OURS = "ringkv"  # the key of a result
+# Objects and lists within each other. Python's own limit depends on who calls, and a row is written and read again.
+DEEPEST = 200
+_TOO_DEEP = f"nested too deep; accepted are {DEEPEST} objects and lists within each other"
 _PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+# Fields that look like options, of this program or of others: beside ``params`` nothing reads them.
+_OPTIONS = {
+    *(*_PARAMS, "model", "system", "raw", "budget", "window", "policy", "retention", "sinks", "pin"),
+    *("tools", "tool_choice", "functions", "documents", "response_format", "extra_body", "best_of", "stream"),
+    *("max_completion_tokens", "max_new_tokens", "min_new_tokens", "max_length", "stop_sequences", "stop_strings"),
+    *("frequency_penalty", "length_penalty", "num_beams", "num_return_sequences", "do_sample", "typical_p"),
+    *("enable_thinking", "reasoning_effort", "chat_template", "chat_template_kwargs", "top_logprobs"),
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,14 @@ class Row:
     def key(self) -> str:
         """The id as a string."""
         return str(self.id)
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for the carried fields that look like options: what stands beside ``params`` does nothing."""
+        found = [name for name in self.carried if re.sub("([a-z])([A-Z])", r"\1_\2", name).lower() in _OPTIONS]
+        does, it = ("does", "it is") if len(found) == 1 else ("do", "they are")
+        beside = f"{', '.join(found)} beside params {does} nothing: {it} carried through"
+        return [f"{beside}; accepted in params are names of SamplingParams"] if found else []
 
     def sampling(self, base: SamplingParams, run_seed: int) -> SamplingParams:
         """The run's params with what the row sets, and the row's own seed.
@@ -136,12 +156,21 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise RingkvError(f"byte {error.start + 1} is not UTF-8") from error
     except RecursionError as error:
-        raise RingkvError("nested too deep") from error
+        raise RingkvError(_TOO_DEEP) from error
     except ValueError as error:
         raise RingkvError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
         raise RingkvError(f"accepted is a JSON object; this is a {type(value).__name__}")
-    return value
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        level = [one for each in level for one in (each.values() if isinstance(each, dict) else each) if _nests(one)]
+        if not level:
+            return value
+    raise RingkvError(_TOO_DEEP)
+
+
+def _nests(value: Any) -> bool:
+    return isinstance(value, (dict, list))
 
 
 def _number(text: str) -> float:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ringkv.apps.jobs.job import Job, Status
-from ringkv.apps.options import SAMPLING_FIELDS, Options
+from ringkv.apps.options import SAMPLING_FIELDS, Options, argument_text
+from ringkv.apps.process import INTERRUPTED, note
 from ringkv.engine import ModelConfig, SamplingParams, open_config, resolve_runtime
 from ringkv.errors import RingkvError
 
@@ -39,7 +39,7 @@ def run_file(
         if value == "auto":
             why = "with --input it would hang on the memory that is free when a run is resumed"
             raise RingkvError(f"{name} = 'auto': {why}; accepted is an int >= 1")
-    settings = dataclasses.asdict(options) | {"lanes": lanes}
+    settings = dataclasses.asdict(options) | {"model": argument_text(options.model), "lanes": lanes}
     for name in _NOT_SETTINGS:
         del settings[name]
     # What "auto" is here: a run that is resumed where the compiler or the GPU is gone would write other tokens.
@@ -47,14 +47,14 @@ def run_file(
     runtime = resolve_runtime(ModelConfig.from_hf(keys), **options.given("device", "dtype", "backend"))
     settings["backend"] = runtime.backend
     with Job(input, output, params, settings, retry_errors=retry_errors) as job:
-        if not job.missing:
-            typer.echo(summary(job.status, output), err=True)
-            return 1 if job.status.failed else 0
-        with options.engine(lanes) as engine, progress(job.status, options.quiet) as on_result:
-            status = job.run(functools.partial(engine.iterate, raw=options.raw), on_result)
-    if not options.quiet or status.interrupted or status.problem:
-        typer.echo(summary(status, output), err=True)
-    return 130 if status.interrupted else 1 if status.failed or status.problem else 0
+        if job.missing:
+            with options.engine(lanes) as engine, progress(job.status, options.quiet) as on_result:
+                status = job.run(functools.partial(engine.iterate, raw=options.raw), on_result)
+        else:
+            status = job.status
+    if not options.quiet or status.failed or status.interrupted or status.problem:
+        note(summary(status, output))
+    return INTERRUPTED if status.interrupted else 1 if status.failed or status.problem else 0
 
 
 @contextmanager
@@ -86,10 +86,12 @@ def summary(status: Status, output: str) -> str:
     """One line: what is done, what failed, and how to go on."""
     line = f"[{status.done} of {status.wanted} results of {status.rows} rows, {status.failed} failed, "
     line += f"{status.tokens} tokens and {status.evictions} evictions in this run]"
+    if status.warned:
+        line += f"\nresults with warnings: {status.warned}; the first warning: {status.warning}"
     if status.problem:
         line += f"\nringkv: {status.problem}"
     elif status.interrupted:
-        line += f"\ninterrupted; the same command goes on from there ({output})"
-    elif status.failed:
+        line += "\ninterrupted" if output == "-" else f"\ninterrupted; the same command goes on from there ({output})"
+    elif status.failed and output != "-":
         line += "\n--retry-errors generates the failed ones again"
     return line

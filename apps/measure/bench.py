@@ -85,7 +85,7 @@ def peak_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # On Linux getrusage counts what the parent had when it started this process, and never forgets.
-    with suppress(OSError), open("/proc/self/status") as file:
+    with suppress(OSError), open("/proc/self/status", errors="replace") as file:
         for line in file:
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])

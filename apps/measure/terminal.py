@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import typer
 from rich.table import Table
 
-from ringkv.apps.console import print_json, stdout
+from ringkv.apps.console import print_json, show
 from ringkv.apps.measure import peer
 from ringkv.apps.measure.bench import Bench, copy_bandwidth, machine
 from ringkv.apps.measure.score import score_text
 from ringkv.apps.options import Options, listed, number
+from ringkv.apps.process import say
 from ringkv.errors import size
 
 
@@ -62,7 +62,7 @@ def run_score(options: Options, text: str, *, json: bool) -> None:
         print_json(figures)
     else:
         nats, perplexity = figures["nll_per_token"], figures["perplexity"]
-        typer.echo(f"{nats:.4f} nats a token, perplexity {perplexity:.2f}, {figures['tokens']} tokens")
+        say(f"{nats:.4f} nats a token, perplexity {perplexity:.2f}, {figures['tokens']} tokens\n")
 
 
 def print_cards(rows: list[dict[str, Any]]) -> None:
@@ -71,7 +71,7 @@ def print_cards(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         cost = (row["step_bytes"] / 1e6, row["bandwidth_gb_s"], row["floor_ms"])
         table.add_row(*_which(row), *(f"{value:.1f}" for value in cost))
-    stdout().print(table)
+    show(table)
 
 
 def print_bench(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> None:
@@ -85,7 +85,7 @@ def print_bench(rows: list[dict[str, Any]], peers: list[dict[str, Any]]) -> None
         table.add_row(*_which(row), *_speeds(row), *measured, peak)
     for row in peers:
         table.add_row(f"{row['peer']} {row['dtype']}", "", str(row["lanes"]), *_speeds(row))
-    stdout().print(table)
+    show(table)
 
 
 def _which(row: dict[str, Any]) -> tuple[str, ...]:

@@ -10,9 +10,11 @@ from ringkv.engine import (
     LANE_LIMIT,
     ModelConfig,
     Planner,
+    Prompts,
     RingConfig,
     free_memory,
     open_config,
+    open_tokenizer,
     resolve_runtime,
     settle,
 )
@@ -34,7 +36,8 @@ def estimate(
     dtype: str = "auto",
     revision: str | None = None,
 ) -> dict[str, Any]:
-    """Bytes of an engine, how many lanes and what budget fit, and full caches beside it; opens no weight.
+    """Bytes of an engine, how many lanes and what budget fit, full caches beside it, and what ends a text; no weight is
+    opened.
 
     Args:
         model: as ``open_checkpoint`` takes it; of a folder or hub id config.json is enough.
@@ -66,6 +69,7 @@ def estimate(
         "weights": "float16, products packed" if runtime.packed else plan.dtype,
         **plan.to_dict(),
         "full_cache_bytes": {str(tokens): plan.full_cache_bytes(tokens) for tokens in FULL_CACHES},
+        **_endings(model, config, ring, revision),
         "memory_bytes": room,
         "memory_source": "given" if memory is not None else f"free on {runtime.device}",
     }
@@ -86,3 +90,18 @@ def parse_size(text: str) -> int:
     if count >= 2**63:
         raise RingkvError.bad("memory", text, "a size such as 24GiB, 500MB or 1.5G")
     return int(count)
+
+
+def _endings(
+    model: str | os.PathLike[str], config: ModelConfig, ring: RingConfig, revision: str | None
+) -> dict[str, Any]:
+    """The ids that end a text, with their tokens' texts; without a tokenizer, those that the configuration names."""
+    endings, problem = dict.fromkeys(config.eos_ids, ""), None
+    try:
+        generation_config, tokenizer = open_tokenizer(model, revision=revision)
+        endings = Prompts(config, tokenizer, generation_config, ring, None).endings
+        if tokenizer is None:
+            problem = "there is no tokenizer, which may know more"
+    except RingkvError as error:
+        problem = str(error)
+    return {"endings": {str(id): text for id, text in endings.items()}, "endings_problem": problem}

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ringkv.apps.console import stdout
+from ringkv.apps.console import listed_endings, show
 from ringkv.errors import size
 
 
@@ -28,14 +28,15 @@ def print_plan(figures: dict[str, Any]) -> None:
         table.add_row(name, what, "", str(figures[f"{name}_bytes"]), size(figures[f"{name}_bytes"]))
     for tokens, count in figures["full_cache_bytes"].items():
         table.add_row("full cache", f"{tokens} tokens", "", str(count), size(count))
-    console = stdout()
-    console.print(
+    unknown = f" (of the configuration alone: {figures['endings_problem']})" if figures["endings_problem"] else ""
+    show(
         f"{figures['model']}: budget {figures['budget']} + window {figures['window']} slots a KV head, policy "
-        f"{figures['policy']}, lanes {figures['lanes']}, {figures['device']}"
+        f"{figures['policy']}, lanes {figures['lanes']}, {figures['device']}",
+        table,
+        f"a text ends at: {listed_endings(figures['endings'])}{unknown}",
     )
-    console.print(table)
     if figures["memory_bytes"] is not None:
-        console.print(
+        show(
             f"{size(figures['memory_bytes'])} {figures['memory_source']}: "
             f"this {'fits' if figures['fits'] else 'does not fit'}; "
             f"lanes that fit: {figures['most_lanes']}; largest budget for {figures['lanes']} "

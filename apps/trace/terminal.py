@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ringkv.apps.console import fields_table, stdout
+from ringkv.apps.console import fields_table, show
 from ringkv.apps.options import check_output
 from ringkv.apps.trace.page import render
 from ringkv.apps.trace.plot import draw
@@ -13,7 +13,7 @@ from ringkv.apps.trace.trace import Trace, spread
 from ringkv.files import write_whole
 
 
-def show(file: Path, html: Path | None, png: Path | None) -> None:
+def show_trace(file: Path, html: Path | None, png: Path | None) -> None:
     """Draw the trace in a file: as a page, as a picture, or in a few lines where neither is asked for.
 
     Raises:
@@ -24,7 +24,7 @@ def show(file: Path, html: Path | None, png: Path | None) -> None:
             check_output(name, path, *others)
     trace = Trace.load(file)
     if html is not None:
-        write_whole(html, render(trace).encode(), "--html")
+        write_whole(html, render(trace).encode(errors="replace"), "--html")
     if png is not None:
         draw(trace, png)
     if html is None and png is None:
@@ -46,7 +46,7 @@ def print_trace(trace: Trace) -> None:
         "tokens": f"{int(live.all((0, 1)).sum())} held by every pair, {seen - int(live.any((0, 1)).sum())} by none",
         "loop": "none" if loop is None else f"positions {loop[0]} to {loop[1] - 1}",
     }
-    stdout().print(fields_table(rows))
+    show(fields_table(rows))
 
 
 def _share(held: Any) -> str:

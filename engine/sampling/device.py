@@ -11,7 +11,7 @@ from torch import Tensor
 from ringkv.engine.config import SamplingParams
 from ringkv.engine.sampling.values import Sampling
 from ringkv.kernels.philox import TOKEN, to_uniform
-from ringkv.kernels.sample import GREEDY_BELOW, Filters
+from ringkv.kernels.sample import Filters
 from ringkv.kernels.table import penalize, philox, sample
 
 # What an unused lane samples with: every stage off.
@@ -46,7 +46,7 @@ class Sampler:
 
     def __init__(self, lanes: int, vocabulary: int, device: torch.device, static: bool = False) -> None:
         self.vocabulary, self._device, self._static = vocabulary, device, static
-        self._lanes = [_OFF.values] * lanes
+        self._lanes = [_OFF] * lanes
         self._columns: dict[str, Tensor] = {}
         self._prompt = torch.zeros(lanes, dtype=torch.int64, device=device)
         self._bias: Tensor | None = None
@@ -69,8 +69,8 @@ class Sampler:
     @property
     def logprobs(self) -> int | None:
         """The most likely tokens that any lane wants reported; None if no lane does."""
-        wanted = [values["logprobs"] for values in self._lanes if values["logprobs"] is not None]
-        return max(wanted, default=None)
+        wanted = [lane.values["logprobs"] for lane in self._lanes]
+        return max((k for k in wanted if k is not None), default=None)
 
     def forbid(self, ids: Iterable[int], first: Iterable[int] = ()) -> None:
         """Never draw these ids in any lane: their bias is -inf, whatever a request's is.
@@ -90,7 +90,7 @@ class Sampler:
             prompt: its ids, for the repetition penalty and min_tokens.
             ending: ids that end the text, for min_tokens.
         """
-        values = self._lanes[lane] = sampling.values
+        self._lanes[lane], values = sampling, sampling.values
         self._prompt[lane] = len(prompt)
         if values["logit_bias"]:
             self._bias = self._table(self._bias, torch.float32)
@@ -157,7 +157,7 @@ class Sampler:
     def _build(self) -> None:
         self._temperature = self._column("temperature", torch.float32)
         self._min_tokens = self._column("min_tokens", torch.int64)
-        greedy = [values["temperature"] < GREEDY_BELOW for values in self._lanes]
+        greedy = [lane.greedy for lane in self._lanes]
         self._greedy, self._any_greedy = not self._static and all(greedy), self._static or any(greedy)
         self._top_k = self._used("top_k", torch.int64, off=0)
         self._top_p = self._used("top_p", torch.float32, off=1)
@@ -166,12 +166,12 @@ class Sampler:
         self._presence = self._used("presence_penalty", torch.float32, off=0)
 
     def _column(self, name: str, dtype: torch.dtype) -> Tensor:
-        values = torch.tensor([values[name] for values in self._lanes], dtype=dtype)
+        values = torch.tensor([lane.values[name] for lane in self._lanes], dtype=dtype)
         column = self._columns.setdefault(name, torch.empty_like(values, device=self._device))
         return column.copy_(values)
 
     def _used(self, name: str, dtype: torch.dtype, off: float) -> Tensor | None:
-        used = self._static or any(values[name] != off for values in self._lanes)
+        used = self._static or any(lane.values[name] != off for lane in self._lanes)
         return self._column(name, dtype) if used else None
 
     def _table(self, table: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ QUEUE = 256  # tokens of a closing message, its close id included
 
 
 class Steering:
-    """Per-lane state that acts at once, without the host.
+    """The state of every lane that takes effect in the step itself, without the host.
 
     Args:
         lanes: how many.

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import codecs
-import json
-import re
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import takewhile
 from typing import Any
 
+from ringkv.engine.text.guard import Guard
 from ringkv.engine.text.templates import ChatTemplate
+from ringkv.engine.text.thoughts import ThoughtTags
 from ringkv.errors import RingkvError
 from ringkv.models.keys import refusal
 from ringkv.models.tokenizer import Tokenizer
 
-__all__ = ["ROLES", "ChatTemplate", "IncrementalDecoder", "check_messages", "encode_messages"]
+__all__ = ["ROLES", "ChatTemplate", "Conversation", "IncrementalDecoder", "check_messages", "encode_messages"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+_SYSTEM = ("system", "developer")
+_THOUGHT = ("reasoning_content", "thinking", "reasoning")
 _MAX_DEPTH = 32
-# Where guards are taken from: letters that Python and JSON print as they are, and that hardly any text holds.
-_RARE = [chr(code) for code in range(0x20000, 0x2A6D7)]
-_TRIES = 100
 
 
 def encode_messages(
@@ -32,36 +31,125 @@ def encode_messages(
     add_generation_prompt: bool = True,
     thinking: bool | None = None,
 ) -> list[int]:
-    """The ids of a conversation, in which only the template writes control tokens.
+    """The ids of a ``Conversation``."""
+    conversation = Conversation(tokenizer, template, messages, thinking=thinking)
+    return conversation.ids if add_generation_prompt else conversation.ids_without_prompt
 
-    They are the ids of the rendered text, in which all that comes from a message is encoded as plain text: names and
-    values of its fields, however deep they are nested. The template does not see a control token in a message either,
-    so an assistant's thought belongs under the key ``reasoning_content``, or is left out.
+
+class Conversation:
+    """A conversation as its chat template renders it, in which only the template writes control tokens.
+
+    All that comes from a message is plain text: names and values of its fields, however deep they are nested. The
+    template does not see a control token in a message either, so an assistant's thought belongs under the key
+    ``reasoning_content``, or is left out.
 
     Args:
         messages: see ``check_messages``.
         thinking: see ``ChatTemplate.render``.
+        tags: of the model's thoughts. Where they are texts, those in a message are not the template's either.
 
     Raises:
-        RingkvError: there is no template, the messages are none, or the template fails.
+        RingkvError: there is no template, the messages are not accepted, or the template fails.
     """
-    if template is None:
-        raise RingkvError("messages: the model has no chat template: accepted is a prompt in raw mode (--raw)")
-    messages = check_messages(messages)
-    guard = _Guard(tokenizer.control_tokens, template, messages)
-    guarded = [guard.message(message) for message in messages]
-    text = guard.found(template.render(guarded, add_generation_prompt=add_generation_prompt, thinking=thinking))
-    return tokenizer.encode(text) if guarded == messages else tokenizer.encode_parts(guard.parts(text))
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        thinking: bool | None = None,
+        tags: ThoughtTags | None = None,
+    ) -> None:
+        if template is None:
+            raise RingkvError("messages: the model has no chat template; give a prompt in raw mode (--raw)")
+        self._tokenizer, self._template, self._thinking, self._tags = tokenizer, template, thinking, tags
+        messages = check_messages(messages)
+        texts = () if tags is None else (tags.open, tags.close)
+        self._guard = Guard(tokenizer.control_tokens, template, messages, texts)
+        self._messages = [self._guard.message(message) for message in messages]
+        self._plain = self._messages == messages
+        self._text = self._render(self._messages)
+
+    @property
+    def ids(self) -> list[int]:
+        """Those of the rendered text, in which what comes from messages is encoded as plain text."""
+        return self._encode(self._text)
+
+    @property
+    def ids_without_prompt(self) -> list[int]:
+        """The same without the generation prompt."""
+        return self._encode(self._render(self._messages, prompt=False))
+
+    def begins_inside(self) -> bool:
+        """Whether the generation prompt opens a thought: whether the last tag in what it adds is the opening one.
+
+        Tags further up do not count, whoever wrote them. Where the template adds nothing, or cannot do without the
+        generation prompt, only an opening tag at the very end does.
+        """
+        if self._tags is None:
+            return False
+        texts = (self._tags.open, self._tags.close)
+        last = next((tag for tag in reversed(self._guard.found(self._text)) if tag[0] in texts), None)
+        if last is None or last[0] != self._tags.open:
+            return False
+        without = self._try(self._messages, prompt=False)
+        if without is None or without == self._text:
+            return not self._text[last.end() :].strip()
+        return last.end() > _shared(without, self._text)
+
+    def system_ids(self) -> int | None:
+        """How many of the ids hold the system message, which the first messages are, and all that stands before it.
+
+        Its text is found in the rendered conversation by a mark at its end. What ends its turn belongs to it, where the
+        template renders the system message by itself so.
+
+        Returns:
+            None where there is no system message, and 0 where the template does not write all of its text.
+        """
+        first = [*takewhile(lambda message: message["role"] in _SYSTEM, self._messages)]
+        content = first[-1].get("content", "") if first else ""
+        words = content.rstrip()
+        if not words:
+            return None
+        marked = {**first[-1], "content": words + self._guard.mark + content[len(words) :]}
+        text = self._try([*first[:-1], marked, *self._messages[len(first) :]]) or ""
+        end = text.find(self._guard.mark)
+        if end < 0 or text.replace(self._guard.mark, "") != self._text:
+            return 0
+        end = max(end, _shared(self._try(first, prompt=False) or "", self._text))
+        end = min([end, *(tag.start() for tag in self._guard.found(self._text) if tag.start() < end < tag.end())])
+        before = self._guard.parts(self._text[:end])
+        return self._tokenizer.count_before([*before, *self._guard.parts(self._text[end:])], len(before))
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text) if self._plain else self._tokenizer.encode_parts(self._guard.parts(text))
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = True) -> str:
+        try:
+            return self._guard.gathered(
+                self._template.render(messages, add_generation_prompt=prompt, thinking=self._thinking)
+            )
+        except RingkvError as error:
+            raise RingkvError(self._guard.removed(str(error))) from error
+
+    def _try(self, messages: Sequence[Mapping[str, Any]], prompt: bool = True) -> str | None:
+        try:
+            return self._render(messages, prompt)
+        except RingkvError:
+            return None
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """A copy of a conversation in plain JSON types, without keys that are None.
 
-    A message has a ``role`` of ``ROLES`` and a text as its ``content``, which may be absent beside ``tool_calls``;
-    other keys are the template's.
+    A message has a ``role`` of ``ROLES`` and a text as its ``content``, which may be absent beside ``tool_calls``.
+    Other keys are left to the template. A thought is passed on as transformers does it: the first of
+    ``reasoning_content``, ``thinking`` and ``reasoning`` that a message has is its ``reasoning_content``, and its
+    ``thinking`` where it has none.
 
     Raises:
-        RingkvError: something else; it names the message, counted from 0.
+        RingkvError: a message is something else; it is named by its index, counted from 0.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise refusal("messages", messages, "a list of at least one message")
@@ -75,25 +163,26 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
             raise refusal(f"{at}.role", plain.get("role"), ", ".join(ROLES))
         if not isinstance(plain.get("content", "" if plain.get("tool_calls") else None), str):
             raise refusal(f"{at}.content", plain.get("content"), "a text")
-        checked.append(plain)
+        thought = next((plain[key] for key in _THOUGHT if key in plain), None)
+        checked.append(plain if thought is None else {"thinking": thought, **plain, "reasoning_content": thought})
     return checked
 
 
 class IncrementalDecoder:
-    """Ids to text, one at a time: whole characters only, and every character once.
+    """Turns ids into text one at a time, in whole characters.
 
-    What ``push`` and at last ``flush`` return joins to ``tokenizer.decode`` of all ids. Bytes of a character that
-    is not whole are held; bytes that cannot become one are U+FFFD at once. Special ids print nothing.
+    What ``push`` returns, and ``flush`` at the end, joins to ``tokenizer.decode`` of all ids. The bytes of a character
+    are held until it is whole; bytes that cannot become one are U+FFFD at once. Special ids print nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._drop = tokenizer.drops_space
 
     def push(self, id: int) -> str:
         """The text that this id completes."""
-        return self._text(b"" if id in self._tokenizer.special_ids else self._tokenizer.token_bytes(id))
+        return self._text(b"" if id in self.tokenizer.special_ids else self.tokenizer.token_bytes(id))
 
     def flush(self) -> str:
         """What is held when no id follows: U+FFFD for half a character."""
@@ -107,95 +196,15 @@ class IncrementalDecoder:
         return text
 
 
-class _Guard:
-    """Keeps the texts of messages from being taken for control tokens of the template.
-
-    The guard is a character that nothing else holds. In the texts of messages it stands before the last character of
-    whatever reads as a control token, and, where a text could become a part of one beside the template's own text,
-    before its first and its last character. So a control token of a rendered text is the template's unless the guard
-    stands in it or directly before it. A template can take a text apart or change its letters, and whatever is done
-    with the text, the guard goes with it.
-
-    Words that the template names, such as the keys that it looks up, are its own: they stay as they are, and so do
-    roles.
-
-    Args:
-        control_tokens: ids by text.
-        messages: checked.
-    """
-
-    def __init__(
-        self, control_tokens: Mapping[str, int], template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
-    ) -> None:
-        self._ids = control_tokens
-        surroundings = json.dumps([messages, template.source, *control_tokens], ensure_ascii=False).replace(r"\\", "\\")
-        used = set(surroundings)
-        unused = islice((letter for letter in _RARE if letter not in used), _TRIES)
-        self._guard = next((one for one in unused if not any(form in surroundings for form in _forms(one))), "")
-        if not self._guard:
-            raise RingkvError(f"messages: they hold almost all of {len(_RARE)} rare letters; accepted are fewer")
-        longest_first = sorted(control_tokens, key=len, reverse=True)
-        self._pattern = re.compile(f"(?<!{self._guard})({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-        self._heads = {text[:end] for text in control_tokens for end in range(1, len(text))}
-        self._tails = {text[start:] for text in control_tokens for start in range(1, len(text))}
-        self._all = self._guard.join(control_tokens)
-        self._names = template.names | {"role"}
-        # A template may trim a text. Where control tokens hold blanks, those of the text count.
-        self._strip = not any(character.isspace() for text in control_tokens for character in text)
-
-    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message with guards; its role, whose words are known, stays."""
-        return {**self._mapped(message), "role": message["role"]}
-
-    def found(self, rendered: str) -> str:
-        """A rendered text with all forms of the guard as the guard."""
-        for form in _forms(self._guard):
-            rendered = rendered.replace(form, self._guard)
-        return rendered
-
-    def parts(self, text: str) -> list[str | int]:
-        """The template's control tokens in a text as ids, and the texts between them without guards."""
-        pieces: list[str | int] = [piece.replace(self._guard, "") for piece in self._pattern.split(text)]
-        pieces[1::2] = [self._ids[token] for token in pieces[1::2] if isinstance(token, str)]
-        return pieces
-
-    def _mapped(self, value: Any) -> Any:
-        """The value with guards in every text of it, keys included."""
-        if isinstance(value, str):
-            return self._text(value)
-        if isinstance(value, list):
-            return [self._mapped(one) for one in value]
-        if isinstance(value, dict):
-            return {key if key in self._names else self._text(key): self._mapped(one) for key, one in value.items()}
-        return value
-
-    def _text(self, text: str) -> str:
-        name = text in self._names
-        while (guarded := self._pattern.sub(self._broken, text)) != text:
-            text = guarded
-        core = text.strip() if self._strip else text
-        if name or not core or not self._joins(core):
-            return text
-        before, _, after = text.partition(core)
-        return f"{before}{self._guard}{core[:-1]}{self._guard}{core[-1]}{after}"
-
-    def _broken(self, found: re.Match[str]) -> str:
-        return f"{found[0][:-1]}{self._guard}{found[0][-1]}"
-
-    def _joins(self, core: str) -> bool:
-        """Whether a text could be a part of a control token, or end or begin one."""
-        lengths = range(1, 1 + min(len(core), max(map(len, self._ids), default=0)))
-        inside = core in self._all
-        return inside or any(core[:n] in self._tails or core[-n:] in self._heads for n in lengths)
-
-
-def _forms(character: str) -> tuple[str, ...]:
-    """How JSON in ASCII and Python's ascii() write a rare letter."""
-    return json.dumps(character)[1:-1], ascii(character)[1:-1]
+def _shared(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    if other.startswith(one):
+        return len(one)
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(other))
 
 
 def _plain(value: Any, at: str, depth: int = 0) -> Any:
-    """The value rebuilt of JSON types, so that a template meets no method but theirs."""
+    """The value rebuilt from JSON's types, so that a template meets only their methods."""
     if depth > _MAX_DEPTH:
         raise RingkvError(f"{at}: nested deeper than {_MAX_DEPTH}")
     if isinstance(value, str):

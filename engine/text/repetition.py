@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ringkv.errors import check_int
-
 LONGEST = 8192  # tokens of the longest unit that is looked for
 
 
@@ -32,15 +30,10 @@ class RepetitionDetector:
 
     Args:
         min_repeat_count: whole times, at least 3; two equal passages are a quotation, not a loop.
-        min_repeat_span: tokens, at least 1.
-
-    Raises:
-        RingkvError: one of them is not accepted.
+        min_repeat_span: tokens, at least 1. ``SamplingParams`` checks both.
     """
 
     def __init__(self, min_repeat_count: int = 4, min_repeat_span: int = 512) -> None:
-        check_int("min_repeat_count", min_repeat_count, 3)
-        check_int("min_repeat_span", min_repeat_span, 1)
         period = np.arange(1, LONGEST + 1, dtype=np.int64)
         # The first unit of a loop has nothing before it.
         due = period * (np.maximum(min_repeat_count, -(-min_repeat_span // period)) - 1)

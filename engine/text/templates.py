@@ -16,23 +16,23 @@ _MAX_MESSAGE = 400
 
 
 class ChatTemplate:
-    """A chat template with the tokens that it may print, rendered in a ``Sandbox`` of its own.
+    """A chat template, rendered in a ``Sandbox`` of its own.
 
     Args:
         source: jinja, with what transformers adds to it.
-        special_tokens: variables such as ``bos_token``.
+        special_tokens: the variables that hold tokens, such as ``bos_token``.
 
     Attributes:
         variables: those that it reads.
         names: the words that it holds as constants or as names of attributes, such as the keys of messages.
 
     Raises:
-        RingkvError: the source is not valid jinja.
+        RingkvError: the source is not valid jinja, or longer than 262,144 characters.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         if len(source) > _MAX_SOURCE:
-            raise RingkvError(f"chat template: {len(source)} characters: accepted are {_MAX_SOURCE}")
+            raise RingkvError(f"chat template: {len(source)} characters; accepted are up to {_MAX_SOURCE}")
         self.source = source
         self._special_tokens: dict[str, Any] = dict(special_tokens or {})
         self._sandbox = Sandbox()
@@ -74,7 +74,7 @@ class ChatTemplate:
             try:
                 self._sandbox.start(messages)
                 return "".join(map(self._sandbox.charged, self._template.generate(variables)))
-            # A template is a program, and raises whatever a program raises.
+            # A template is a program, and may raise anything that a program raises.
             except Exception as error:
                 raise _one_line(error) from error
 

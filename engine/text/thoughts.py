@@ -22,7 +22,6 @@ KNOWN_TAGS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("◁think▷", "◁/think▷"),
 )
-_TAIL = 64  # tokens at the end of a prompt that are looked at for a tag of several tokens
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,22 @@ class ThoughtTags:
                 return cls(open, close, control_tokens[open], control_tokens[close]) if single else cls(open, close)
         return None
 
-    def begins_inside(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
-        """Whether a prompt ends inside a thought.
+    def begins_inside(self, ids: Sequence[int], written: Callable[[Sequence[int]], str], claimed: bool = False) -> bool:
+        """Whether a prompt without a chat template, a raw text or ids, ends inside a thought.
 
-        By tokens: the last tag opens. By text: nothing but blanks follows an opening tag at its very end, for
-        a tag further up may be someone's words.
+        Its last tag must be an opening one with nothing but blanks after it: a tag further up may be someone's words.
+        One who knows that it is not, and says so, has the last tag count wherever it stands.
+
+        Args:
+            written: the text of ids, special ones included.
+            claimed: whether the caller says that the prompt ends inside a thought.
         """
         if self.ids is None:
-            return decode(ids[-_TAIL:]).rstrip().endswith(self.open)
-        last = next((id for id in reversed(ids) if id in self.ids), None)
-        return last == self.open_id
+            text = written(ids)
+            _, opened, rest = text.rpartition(self.open)
+            return bool(opened) and self.close not in rest and (claimed or not rest.strip())
+        last = next((at for at in reversed(range(len(ids))) if ids[at] in self.ids), None)
+        return last is not None and ids[last] == self.open_id and (claimed or not written(ids[last + 1 :]).strip())
 
 
 class ThoughtSplitter:

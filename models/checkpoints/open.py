@@ -12,6 +12,8 @@ from ringkv.errors import RingkvError
 from ringkv.models.checkpoints.base import Checkpoint
 from ringkv.models.checkpoints.folder import SafetensorsCheckpoint
 from ringkv.models.keys import read_json, short
+from ringkv.models.special_tokens import optional_json
+from ringkv.models.tokenizer import Tokenizer
 
 Found = TypeVar("Found")
 ALIAS = "smollm2"
@@ -62,6 +64,30 @@ def open_config(model: str | os.PathLike[str], *, revision: str | None = None) -
     return found if isinstance(found, tuple) else (found.name, found.config)
 
 
+def open_tokenizer(
+    model: str | os.PathLike[str], *, revision: str | None = None
+) -> tuple[Mapping[str, Any], Tokenizer | None]:
+    """The ``generation_config`` and the tokenizer of a checkpoint, without its weights.
+
+    Of a hub id they are what earlier downloads have left: nothing but config.json is downloaded for this.
+
+    Args, Raises: as ``open_checkpoint``.
+    """
+    kind = _kind(model, revision)
+    if kind == "hub":
+        return _beside_config(_config_of(os.fspath(model), revision))
+    if kind == "folder":
+        return _beside_config(Path(model).expanduser())
+    found = (
+        _alias(lambda hub_id: _beside_config(_config_of(hub_id, None))) if kind == "alias" else open_checkpoint(model)
+    )
+    return found if isinstance(found, tuple) else (found.generation_config, found.tokenizer())
+
+
+def _beside_config(folder: Path) -> tuple[Mapping[str, Any], Tokenizer | None]:
+    return optional_json(folder / "generation_config.json"), Tokenizer.from_folder(folder)
+
+
 def _kind(model: str | os.PathLike[str], revision: str | None) -> str:
     """What a name stands for: alias, hub, folder or gguf."""
     text, path = os.fspath(model), Path(model).expanduser()
@@ -99,9 +125,14 @@ def _open_hub(hub_id: str, revision: str | None) -> Checkpoint:
 
 
 def _fetch_config(hub_id: str, revision: str | None) -> tuple[str, Mapping[str, Any]]:
+    return hub_id, read_json(_config_of(hub_id, revision) / "config.json")
+
+
+def _config_of(hub_id: str, revision: str | None) -> Path:
+    """The folder in the hub's cache with the config.json of a hub id."""
     from ringkv.models.checkpoints.hub import fetch
 
-    return hub_id, read_json(fetch(hub_id, revision, config_only=True) / "config.json")
+    return fetch(hub_id, revision, config_only=True)
 
 
 def _alias(from_hub: Callable[[str], Found]) -> Checkpoint | Found:

@@ -23,6 +23,7 @@ import ringkv.apps.jobs.results
 from ringkv import SamplingParams
 from ringkv.apps.jobs.job import Job, Status
 from ringkv.apps.jobs.rows import read_rows, row_seed
+from ringkv.apps.jobs.terminal import summary
 from ringkv.engine.completion import Completion
 from ringkv.engine.seeds import effective_seed
 from ringkv.errors import RingkvError
@@ -146,6 +147,32 @@ def test_a_result_is_the_carried_fields_the_id_and_a_completion(tmp_path):
     assert other == PARAMS.replace(seed=row_seed(3, "7"), n=2, temperature=0.5)
     assert status == Status(rows=2, wanted=3, done=3, failed=0, tokens=15, evictions=6)
     assert engine.closed
+
+
+@pytest.mark.parametrize(
+    "fields, named",
+    [
+        ({"max_tokens": 5}, "max_tokens beside params does nothing: it is carried through"),
+        ({"temperature": 0, "tools": []}, "temperature, tools beside params do nothing: they are carried through"),
+        ({"maxTokens": 5, "x": 1}, "maxTokens beside params does nothing: it is carried through"),
+        ({"system": "Be brief."}, "system beside params does nothing: it is carried through"),
+        ({"text": "a", "output": "b", "generation": "c", "answer": "d", "tokens": 3}, None),
+        ({}, None),
+    ],
+)
+def test_fields_that_look_like_options_are_named_in_the_result(tmp_path, fields, named):
+    """Issue 14, 9: they are carried through (J3), and the result says that they did nothing."""
+    rows = [{"prompt": "a", **fields, "params": {"max_tokens": 7, "n": 2}}, {"prompt": "b"}]
+    engine = FakeEngine()
+    status = run(write_rows(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl", engine=engine)
+    line = f"{named}; accepted in params are names of SamplingParams"
+    warnings = {str(one["id"]): one["ringkv"]["warnings"] for one in lines(tmp_path / "out.jsonl")}
+    assert warnings == {"1": [] if named is None else [line], "2": []}
+    carried = [one for one in lines(tmp_path / "out.jsonl") if one["id"] == "1"]
+    assert all(fields.items() <= one.items() for one in carried)
+    assert {params.max_tokens for prompt, params, _ in engine.asked if prompt == "a"} == {7}
+    assert (status.warned, status.warning) == ((0, "") if named is None else (2, line))
+    assert (f"results with warnings: 2; the first warning: {line}" in summary(status, "out")) == (named is not None)
 
 
 def test_row_seeds():

@@ -154,7 +154,9 @@ def test_full_implies_all():
         ("min_tokens", -1),
         ("stop", ""),
         ("stop", ["a", ""]),
+        ("stop", [""]),
         ("stop", [1]),
+        ("stop", [None]),
         ("stop", 3),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", 5),
@@ -166,7 +168,11 @@ def test_full_implies_all():
         ("thinking_message", None),
         ("on_repetition", "retry"),
         ("min_repeat_count", 2),
+        ("min_repeat_count", 0),
+        ("min_repeat_count", 4.0),
+        ("min_repeat_count", True),
         ("min_repeat_span", 0),
+        ("min_repeat_span", None),
     ],
 )
 def test_sampling_values_are_refused(field, value):

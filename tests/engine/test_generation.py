@@ -75,6 +75,57 @@ def test_a_thought_that_never_closes(say):
     assert "it ended inside the thought: there is no answer" in done.warnings
 
 
+SPEAKS = "You think between <think> and it.\n" + TEMPLATE  # a template that names a tag in its system prompt
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("template", [TEMPLATE, SPEAKS])
+@pytest.mark.parametrize("prompt", ["What does <think> mean?", "<think>", "<think>\n", "</think><think>"])
+def test_a_question_about_a_thought_is_answered(say, prompt, template, special):
+    """What a message or the template says of tags opens no thought; the generation prompt does."""
+    done = say(f"A tag.{END}", template=template, special_tags=special, prompt=prompt)
+    assert (done.thinking, done.text, done.warnings) == ("", "A tag.", [])
+    opened = say(f"hm</think>A tag.{END}", template=template.replace(TEMPLATE, OPENING), prompt=prompt)
+    assert (opened.thinking, opened.text) == ("hm", "A tag.")
+
+
+@pytest.mark.parametrize(
+    "prompt, thinking, inside",
+    [
+        ("What does <think> mean?", "auto", False),
+        ("What does <think> mean?", True, True),
+        ("Hi\n<think>\n", "auto", True),
+        ("Hi\n<think>\nSo far", "auto", False),
+        ("Hi\n<think>\nSo far", True, True),
+        ("Hi\n<think>\n</think>", True, False),
+        ("Hi", True, False),
+    ],
+)
+def test_a_raw_prompt_is_inside_a_thought_where_it_ends_so_or_the_caller_says_so(prompt, thinking, inside):
+    """The same for a text and for its ids."""
+    script = Script(lambda _: byte_tokenizer().encode(f"hm</think>Yes.{END}"))
+    for one in (prompt, script.ids(prompt)):
+        done = script.engine.generate(one, SamplingParams(thinking=thinking), raw=True)
+        assert (done.thinking, done.text) == (("hm", "Yes.") if inside else ("", "hm</think>Yes."))
+
+
+@pytest.mark.parametrize(
+    "begun, inside",
+    [
+        ("", True),
+        ("hm", True),
+        ("hm</think>", False),
+        ("hm</think>The tag <think> opens", False),
+        ("<think>", True),
+    ],
+)
+def test_what_has_begun_goes_on_where_it_was(begun, inside):
+    """An answer that goes on (/continue) is inside a thought by its own tags, after those of the prompt."""
+    script = Script(lambda _: byte_tokenizer().encode(f"x{END}"), byte_tokenizer(OPENING))
+    done = [*script.engine.stream("Hi", begun=script.ids(begun))][-1].completion
+    assert (done.thinking, done.text) == (("x", "") if inside else ("", "x"))
+
+
 def test_no_thinking_shows_no_thought(say):
     done = say("Yes." + END, SamplingParams(thinking=False), template=OPENING)
     assert (done.thinking, done.text, done.thinking_tokens, done.answer_tokens) == ("", "Yes.", 0, 4)
@@ -176,6 +227,67 @@ def test_stop_strings(say, stop, text, shown, hit):
     assert done.text == shown
     assert done.finish_reason == "stop"
     assert done.stop_reason == (hit if hit is not None else done.token_ids[-1])
+
+
+START = "<|im_start|>"
+
+
+@pytest.mark.parametrize(
+    "stop, text, shown, hit",
+    [
+        ([START], f"ab{START}cd", "ab", START),
+        ([f"b{START}c"], f"ab{START}cd", "a", f"b{START}c"),
+        ([f"{START}{START}"], f"a{START}b{START}{START}c", "ab", f"{START}{START}"),
+        ([f"b{END}"], "ab", "a", f"b{END}"),  # the model's own ending token completes it
+        ([END], "ab", "ab", END),
+        (["bc"], f"ab{START}cd", "a", "bc"),  # what is shown holds it
+        (["im_start"], f"ab{START}cd", "abcd", None),  # the name of a token is no text
+        (["</think>"], "a</think>b", "a", "</think>"),  # a token whose text is shown
+        ([f"a{START}"], f"{START}a{END}", "a", None),
+        ([f"b{START}é"], f"b{START}éd", "", f"b{START}é"),
+    ],
+)
+def test_stop_strings_with_control_tokens(say, stop, text, shown, hit):
+    """Issue 14, 3: they match the text with special tokens written out; the text is shown without them."""
+    done = say(text + END, SamplingParams(stop=stop))
+    assert (done.text, done.finish_reason) == (shown, "stop")
+    assert done.stop_reason == (hit if hit is not None else done.token_ids[-1])
+
+
+def test_a_stop_string_that_is_a_control_token_ends_as_its_id_does(say):
+    """Nor is it drawn before min_tokens, and ignore_eos leaves it in force."""
+    done = say(f"a{END}b{END}", SamplingParams(stop=END, ignore_eos=True))
+    assert (done.text, done.stop_reason, done.completion_tokens) == ("a", END, 2)
+    for params in (SamplingParams(stop=START), SamplingParams(stop_token_ids=byte_tokenizer().encode(START))):
+        done = say(f"a{START}b", params.replace(min_tokens=5, max_tokens=5, temperature=0))
+        assert byte_tokenizer().encode(START)[0] not in done.token_ids
+        assert done.finish_reason == "length"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(["a", "b", "€", "<", START, END, "<think>", "</think>"]), min_size=1, max_size=9),
+    stop=st.lists(st.sampled_from(["a", "b", "€", "<", START, END, "</think>"]), min_size=1, max_size=3).map("".join),
+    ignore_eos=st.booleans(),
+)
+def test_a_stop_string_ends_where_the_decoded_tokens_hold_it(pieces, stop, ignore_eos):
+    """The tokenizers library decodes ever longer beginnings, with and without special tokens."""
+    tokenizer = byte_tokenizer("{{ messages[0].content }}")  # no thoughts
+    ids, oracle = tokenizer.encode("".join(pieces)), tokenizer._backend
+    engine = Script(lambda _: [*ids, A, A], tokenizer).engine
+    done = engine.generate("Hi", SamplingParams(stop=stop, ignore_eos=ignore_eos, max_tokens=len(ids)))
+    special = any(token in stop for token in tokenizer.control_tokens)
+    for end in range(1, len(ids) + 1):
+        shown, written = (oracle.decode(ids[:end], skip_special_tokens=skip) for skip in (True, False))
+        if stop in shown or (special and stop in written):
+            assert (done.stop_reason, done.token_ids) == (stop, ids[:end])
+            before = written[: written.index(stop)] if special and stop in written else shown[: shown.index(stop)]
+            assert done.text == before.replace(START, "").replace(END, "")
+            return
+        if tokenizer.encode(END) == [ids[end - 1]] and not ignore_eos:
+            assert (done.stop_reason, done.token_ids, done.text) == (ids[end - 1], ids[:end], shown)
+            return
+    assert (done.finish_reason, done.text) == ("length", shown)
 
 
 def test_stop_strings_match_in_the_thought(say):

@@ -48,6 +48,7 @@ def test_generate_gives_what_its_types_say(engine, prompts, n, kind):
 
 
 def test_streams_and_iterators_can_be_closed(engine):
-    for events in (engine.stream([1, 2]), engine.iterate([[1, 2], [3]])):
+    params = SamplingParams(max_tokens=3)
+    for events in (engine.stream([1, 2], params), engine.iterate([[1, 2], [3]], params)):
         next(events)
         events.close()

@@ -24,8 +24,9 @@ from ringkv.errors import RingkvError
 from ringkv.models.checkpoints import gguf as our_gguf
 from ringkv.models.checkpoints.gguf import ARCHITECTURES, GGUFCheckpoint, smollm2_path
 from ringkv.models.checkpoints.gguf_file import read_gguf
+from ringkv.models.checkpoints.open import open_checkpoint, open_config
 from ringkv.models.config import ModelConfig
-from ringkv.models.weights import load_decoder, open_checkpoint, open_config
+from ringkv.models.weights import load_decoder
 
 CPU = torch.device("cpu")
 TYPES = gguf.GGMLQuantizationType

@@ -150,6 +150,7 @@ NAMED: dict[str, tuple[dict[str, Any], list[AddedToken]]] = {
                 "eos_token": "<|im_end|>",
                 "bos_token": WITH_TYPE | saved("<|im_start|>", lstrip=True),
                 "audio_token": WITH_TYPE | saved("<audio>"),
+                "video_token": saved("<video>"),
                 "add_bos_token": True,
             }
         },

@@ -60,7 +60,7 @@ def both(
 SIZE = byte_tokenizer().size
 # Letters only, so that stop strings are texts.
 LETTERS = byte_tokenizer().encode("abcdefghijklmnopqrstuvwxyz")
-BASE = {"do_sample": False, "max_new_tokens": LENGTH, "suppress_tokens": sorted({*range(SIZE)} - {*LETTERS})}
+BASE: Any = {"do_sample": False, "max_new_tokens": LENGTH, "suppress_tokens": sorted({*range(SIZE)} - {*LETTERS})}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringkv.engine.text.repetition import LONGEST, Repetition, RepetitionDetector
-from ringkv.errors import RingkvError
 from ringkv.models.checkpoints.open import open_checkpoint
 
 Report = tuple[int, Repetition]  # how many tokens had been read, and what was said
@@ -227,11 +226,3 @@ def test_what_a_token_takes_does_not_grow(name):
 def test_the_longest_unit(period, found):
     tokens = random.Random(4).sample(range(50000), period) * 4
     assert reports(tokens) == ([(4 * period, Repetition(tokens[:period], period, 4))] if found else [])
-
-
-@pytest.mark.parametrize(
-    "name,value", [("count", 2), ("count", 0), ("count", 4.0), ("count", True), ("span", 0), ("span", None)]
-)
-def test_refuses(name, value):
-    with pytest.raises(RingkvError, match=f"min_repeat_{name} = {value}"):
-        RepetitionDetector(**{f"min_repeat_{name}": value})

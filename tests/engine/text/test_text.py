@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -15,7 +16,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from ringkv.engine.text import sandbox
-from ringkv.engine.text.encoding import ChatTemplate, IncrementalDecoder, check_messages, encode_messages
+from ringkv.engine.text.encoding import (
+    ChatTemplate,
+    Conversation,
+    IncrementalDecoder,
+    check_messages,
+    encode_messages,
+)
+from ringkv.engine.text.thoughts import ThoughtTags
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoints.gguf import GGUFCheckpoint, smollm2_path
 from ringkv.models.tokenizer import Tokenizer
@@ -261,7 +269,7 @@ def test_no_place_in_a_message_forges_a_control_token(place: str, shown: str) ->
 def test_ids_of_forged_values_equal_transformers() -> None:
     """transformers marks whole control tokens in values (not in keys) when it is asked to."""
     for token in CONTROL:
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": f"a{token}b {token}"},
             {"role": "assistant", "tool_calls": [{"name": token, "arguments": {"q": [token, {"r": token}]}}]},
             {"role": "tool", "content": token},
@@ -499,6 +507,19 @@ def test_messages_are_plain_and_without_none() -> None:
     ]
 
 
+PRINTED = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}{% endfor %}"
+KEYS = ("reasoning_content", "thinking", "reasoning")
+
+
+@pytest.mark.parametrize("values", list(itertools.product([None, "", "hm"], [None, "so"], [None, "well"])))
+def test_thoughts_are_under_the_keys_that_transformers_gives_them(values: tuple[str | None, ...]) -> None:
+    answer = {"role": "assistant", "content": "A", **dict(zip(KEYS, values, strict=True))}
+    for source in (PRINTED, THINKING):
+        chat, messages = ChatTemplate(source), [USER, answer, USER, answer]
+        wanted = theirs().apply_chat_template(messages, chat_template=source, return_dict=False)
+        assert encode_messages(tagged(), chat, messages, add_generation_prompt=False) == wanted
+
+
 def test_half_a_surrogate_pair_in_a_message() -> None:
     with pytest.raises(RingkvError, match="surrogate"):
         encode_messages(tagged(), template("plain"), [{"role": "user", "content": "\ud83d"}])
@@ -567,7 +588,7 @@ ENDLESS = {
     "a large int": "{{ (9 ** 9999) ** 9999 }}",
     "a product of ints": "{% set n = namespace(x=9) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
     "a long numeral": "{% set x = ('f' * 999999)|int(base=16) %}{{ x // (x - 1) }}",
-    "a wide indent": "{{ [[1]]|tojson(indent=10 ** 9) }}",
+    "a wide indent": "{{ [[1]]|tojson(indent=10 ** 11) }}",
     "a wide indent as text": "{{ [[1]]|tojson(indent='x' * 99999) }}",
     "work that is paid back": "{{ [1]|tojson(indent=-(10 ** 12)) }}{{ 'x' * 10 ** 8 }}",
     "a deep indent": "{% set n = namespace(x=[1]) %}{% for a in range(90) %}{% set n.x = [n.x] %}{% endfor %}"
@@ -583,7 +604,7 @@ ENDLESS = {
     "scanning by filter": "{% set x = 'a' * 1000000 %}{{ (x ~ x)|trim('b' * 1000000 ~ 'a') }}",
     "scanning from the right": "{% set x = 'a' * 1000000 %}{{ (x ~ x ~ x).rsplit(x ~ 'b' ~ x, 1) }}",
     "slices that are kept": "{% set x = 'a' * 999999 %}{% set n = namespace(x=[]) %}"
-    "{% for a in range(99999) %}{% set n.x = n.x + [x[1:]] %}{% endfor %}",
+    "{% for a in range(300) %}{% set n.x = n.x + [x[1:]] %}{% endfor %}",
     "nested lists": DOUBLED + "{{ n.x }}",
     "nested lists as JSON": DOUBLED + "{{ n.x|tojson }}",
     "nested lists by ~": DOUBLED + "{{ 'x' ~ n.x }}",
@@ -596,7 +617,7 @@ ENDLESS = {
     "nested lists tested": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ n.x is eq(y) }}",
     "nested lists selected": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ [n.x]|select('in', [y])|list|length }}",
     "nested lists sorted": DOUBLED + "{% set y = n.x %}" + DOUBLED + "{{ [n.x, y]|sort|length }}",
-    "nested lists mapped": DOUBLED + "{{ 'x' in [n.x]|map('string') }}",
+    "nested lists mapped": DOUBLED + "{{ [n.x]|map('default')|join }}",
     "nested values": DOUBLED
     + "{% set y = n.x %}"
     + DOUBLED
@@ -754,6 +775,98 @@ def test_what_a_template_may_do(source: str) -> None:
     assert ChatTemplate(source).render(messages) == theirs().apply_chat_template(
         messages, chat_template=source, tokenize=False
     )
+
+
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+PROMPTS = {
+    "opens": (HEAD + OPENED, True),
+    "opens and speaks": (HEAD + OPENED.replace("<think>\n", "<think>\nOkay, "), True),
+    "closes": (HEAD + OPENED.replace("<think>\n", "<think>\n\n</think>\n\n"), False),
+    "opens again": (HEAD + OPENED.replace("<think>\n", "<think></think><think>"), True),
+    "none": (HEAD + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", False),
+    "speaks of it in front": ("Think after <think>.\n" + HEAD + "{% if add_generation_prompt %}Go:{% endif %}", False),
+    "speaks of it behind": (HEAD + "Think after <think>.{% if add_generation_prompt %}\nGo:{% endif %}", False),
+    "opens behind the prompt": (HEAD + "{% if add_generation_prompt %}Go:{% endif %}\n<think>", True),
+    "otherwise ends": (HEAD + "{% if add_generation_prompt %}<think>{% else %}<|im_end|>{% endif %}", True),
+    "whatever was asked": (HEAD + "<|im_start|>assistant\n<think>\n", True),
+    "whatever was asked, and speaks": (HEAD + "<|im_start|>assistant\n<think>\nOkay, ", False),
+    "must add a prompt": (
+        "{% if not add_generation_prompt %}{{ raise_exception('no') }}{% endif %}" + HEAD + OPENED,
+        True,
+    ),
+    "words only": ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
+    "half of it": ("{% for m in messages %}{{ m.content }}{% endfor %}think>", False),
+}
+
+
+@pytest.mark.parametrize("content", ["Hi", "What is <think>?", "<think>\n", "</think>", "x <", "</think>b<think>"])
+@pytest.mark.parametrize("case", PROMPTS)
+@pytest.mark.parametrize("single", [True, False], ids=["tokens", "texts"])
+def test_the_generation_prompt_decides_whether_a_thought_is_open(single: bool, case: str, content: str) -> None:
+    """Not what a message says, nor what the template says elsewhere."""
+    source, inside = PROMPTS[case]
+    made = backend() if single else tokenizers.Tokenizer(backend().model)
+    if not single:
+        made.pre_tokenizer, made.decoder = backend().pre_tokenizer, backend().decoder
+        made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = Tokenizer(made)
+    tags = ThoughtTags.detect(source + "<think>", tokenizer.control_tokens)
+    assert tags is not None
+    assert (tags.ids is not None) == single
+    chat = Conversation(tokenizer, ChatTemplate(source), [{"role": "user", "content": content}], tags=tags)
+    assert chat.begins_inside() == inside
+    assert b"".join(map(tokenizer.token_bytes, chat.ids)).decode() == ChatTemplate(source).render(
+        [{"role": "user", "content": content}]
+    )
+
+
+LLAMA2 = """{% if messages[0].role == 'system' %}
+{%- set system = '<<SYS>>\\n' ~ messages[0].content ~ '\\n<</SYS>>\\n\\n' %}
+{%- set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}
+{%- for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('in turn') }}{% endif %}
+{%- if m.role == 'user' %}<s>[INST] {{ (system if loop.first else '') ~ m.content }} [/INST]
+{%- else %} {{ m.content | trim }} <|im_end|>{% endif %}{% endfor %}"""
+MERGED = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
+DEMANDING = "{% if messages[-1].role == 'system' %}{{ raise_exception('no question') }}{% endif %}" + PLAIN
+PINNED = {  # what is pinned of a conversation whose system message is " Be brief.\n"
+    "plain": (PLAIN, "<s><|im_start|>system\n Be brief.\n<|im_end|>\n"),
+    "trimmed": (TRIMMED, "<s><|im_start|>system\nBe brief.<|im_end|>"),
+    "demands a question": (DEMANDING, "<s><|im_start|>system\n Be brief."),
+    "llama 2": (LLAMA2, "<s>[INST] <<SYS>>\n Be brief."),
+    "merged": (MERGED, " Be brief.\n\n\n"),
+    "in the last message": (
+        "{{ messages[1:] | map(attribute='content') | join }}{{ messages[0].content }}",
+        "Hi. Be brief.",
+    ),
+    "twice": ("{{ messages[0].content }}|{{ messages[0].content }}{{ messages[1].content }}", " Be brief."),
+    "left out": ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}", ""),
+    "in capitals": ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", " BE BRIEF.\n"),
+    "cut": ("{{ messages[0].content[:5] }}{{ messages[1].content }}", ""),
+    "counted": ("{{ messages[0].content | length }} {{ messages[0].content }}", ""),
+}
+
+
+@pytest.mark.parametrize("case", PINNED)
+@pytest.mark.parametrize("own", [smollm2, lambda: tagged()], ids=["smollm2", "bytes"])
+def test_the_system_message_is_found_in_the_rendered_conversation(own: Any, case: str) -> None:
+    source, wanted = PINNED[case]
+    tokenizer = own()
+    messages = [{"role": "system", "content": " Be brief.\n"}, {"role": "user", "content": "Hi."}]
+    chat = Conversation(tokenizer, ChatTemplate(source, SPECIAL_TOKENS), messages)
+    held = b"".join(map(tokenizer.token_bytes, chat.ids[: chat.system_ids()])).decode()
+    assert held.startswith(wanted)
+    assert len(held) - len(wanted) < 3, "a token may hold the characters behind"
+    assert (chat.system_ids() == 0) == (wanted == "")
+
+
+def test_a_system_message_stands_at_the_beginning() -> None:
+    system, blank = {"role": "system", "content": "Be brief."}, {"role": "system", "content": " "}
+    for messages in ([USER, system], [USER], [blank, USER]):
+        assert Conversation(tagged(), template("plain"), messages).system_ids() is None
+    two = Conversation(tagged(), template("plain"), [{"role": "developer", "content": "Why?"}, system, USER])
+    head = "<s><|im_start|>developer\nWhy?<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert two.ids[: two.system_ids()] == tagged().encode(head)
 
 
 def pushed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

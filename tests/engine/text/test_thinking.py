@@ -314,24 +314,29 @@ def test_detects_tags(template, control, tags):
 
 
 @pytest.mark.parametrize(
-    "prompt,by_token,by_text",
+    "prompt,inside,claimed",
     [
         ("Hi<|a|><think>", True, True),
         ("Hi<|a|><think>\n\n", True, True),
         ("Hi<|a|><think>\n\n</think>\n\n", False, False),
         ("Hi<|a|>", False, False),
-        ("Hi<think>\nSo far I", True, False),  # a raw prompt; as mere text these might be the words of anybody
+        ("What does <think> mean?", False, True),  # these might be the words of anybody, unless the caller knows better
+        ("Hi<think>\nSo far I", False, True),
+        ("Hi<think><|a|>", False, True),
         ("<think>a</think>b<|a|><think>\n", True, True),
+        ("<think>a</think>b<|a|>", False, False),
+        ("<think>" + "a" * 200, False, True),
         ("", False, False),
     ],
 )
-def test_prompts_that_end_inside_a_thought(prompt, by_token, by_text):
+def test_raw_prompts_that_end_inside_a_thought(prompt, inside, claimed):
     words = [word for word in re.split(r"(<think>|</think>|(?s:.))", prompt) if word]
     ids = [{"<think>": 1, "</think>": 2}.get(word, 10 + at) for at, word in enumerate(words)]
     texts = dict(zip(ids, words, strict=True))
-    decode = lambda ids: "".join(texts[id] for id in ids)  # noqa: E731
-    assert SINGLE.begins_inside(ids, decode) == by_token
-    assert TAGS.begins_inside(list(map(ord, prompt)), lambda ids: "".join(map(chr, ids))) == by_text
+    written = lambda ids: "".join(texts[id] for id in ids)  # noqa: E731
+    for claim, wanted in ((False, inside), (True, claimed)):
+        assert SINGLE.begins_inside(ids, written, claim) == wanted
+        assert TAGS.begins_inside(list(map(ord, prompt)), lambda ids: "".join(map(chr, ids)), claim) == wanted
 
 
 @pytest.mark.parametrize(

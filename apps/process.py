@@ -1,0 +1,238 @@
+"""The process of a command: its streams, its signals, one line for an error, and its exit code."""
+
+from __future__ import annotations
+
+import _thread
+import codecs
+import io
+import os
+import re
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from os import _exit
+from typing import TYPE_CHECKING, Any
+
+import typer
+import typer.core
+
+from ringkv.errors import RingkvError
+
+if TYPE_CHECKING:
+    from ringkv.engine import Engine
+
+INTERRUPTED = 130  # the exit code after Ctrl-C or SIGTERM
+_UNWRITABLE = "ringkv.unwritable"  # the name of an error handler
+_LEAST_WIDTH = 20  # columns of a terminal in which a word of --help fits
+
+
+class _Stream(io.FileIO):
+    """A descriptor of stdout or stderr. Its errors say which it is, and it waits where it must not block."""
+
+    def __init__(self, fd: int, title: str) -> None:
+        super().__init__(fd, "w", closefd=False)
+        self.title = title
+
+    def write(self, data: Any) -> int:
+        """Write what fits, at least a byte."""
+        try:
+            while (written := super().write(data)) is None:
+                select.select([], [self], [])
+            return written
+        except OSError as error:
+            error.filename = self.title
+            raise
+
+
+def prepare_streams() -> None:
+    """Make the standard streams such that every text can be written, and see to it that tables have a width.
+
+    A pipe or a file gets UTF-8. A terminal gets its own encoding, with ? for what that lacks. Bytes of a file's name
+    that the locale could not decode go out as they came in. A closed stream becomes an empty one. What the environment
+    says of the terminal's size is dropped where it is absurd.
+    """
+    codecs.register_error(_UNWRITABLE, _replaced)
+    for title, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, title) is None:  # it was closed: nothing comes from there, or goes there
+            setattr(sys, title, open(os.devnull, mode))  # noqa: SIM115 - open as long as the process
+    for title in ("stdout", "stderr"):
+        stream = getattr(sys, title)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        encoding = stream.encoding if stream.isatty() else "utf-8"
+        stream.reconfigure(encoding=encoding, errors=_UNWRITABLE)
+        if isinstance(getattr(stream.buffer, "raw", stream.buffer), io.FileIO):  # it is not on Windows' console
+            stream.flush()
+            buffer = io.BufferedWriter(_Stream(stream.fileno(), title))
+            wrapped = io.TextIOWrapper(buffer, encoding, _UNWRITABLE, line_buffering=stream.line_buffering)
+            setattr(sys, title, wrapped)
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):  # the last one is typer's
+        if not re.fullmatch("[0-9]{1,4}", value := os.environ.get(name, "")) or int(value) < _LEAST_WIDTH:
+            os.environ.pop(name, None)
+
+
+def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What is written for characters that a stream has no bytes for."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    run = error.object[error.start : error.end]
+    with suppress(UnicodeError):
+        data = run.encode("ascii", "surrogateescape")
+        data.decode("utf-8")
+        return data, error.end
+    return "?" * len(run), error.end
+
+
+def say(text: str) -> None:
+    """Write to stdout, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Write a line to stderr. Where that fails, as on a full disk, the command goes on and its exit code stays."""
+    try:
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+    except OSError:
+        _abandon(sys.stderr)
+
+
+def _abandon(stream: Any) -> None:
+    """Let go what a stream could not write; Python would try again at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Commands(typer.core.TyperGroup):
+    """The group of all commands. A command that is called wrongly is answered in one line, too."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **more: Any,
+    ) -> Any:
+        """Run one, and exit with its code."""
+        prepare_streams()
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **more)
+        except SystemExit as error:  # completion's; or what rich makes of a reader that left
+            code = 0 if isinstance(error.__context__, BrokenPipeError) else error.code
+        except Exception as error:  # typer's and click's share no class, and what is not theirs is raised again
+            debug = "--debug" in (sys.argv if args is None else args)
+            if isinstance(error, OSError) and not debug:
+                told, code = _told(error), 1
+            elif standalone_mode and hasattr(error, "format_message"):  # typer's classes, or click's, by its version
+                told, code = f"{' '.join(error.format_message().split()).rstrip('.')}; -h lists what is accepted", 2
+            else:
+                raise
+            note(f"ringkv: {told}")
+        if standalone_mode:
+            sys.exit(code or 0)
+        return code
+
+
+@contextmanager
+def reporting(debug: bool) -> Iterator[None]:
+    """Turn errors into one line on stderr and an exit code.
+
+    The code is 2 for bad input, 1 for a failure of the machine or of this program, 130 after an interrupt, and 0 where
+    the reader of stdout has left. With ``debug`` an error is shown with its traceback, and log lines are printed.
+    """
+    if debug:
+        import logging
+
+        logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
+    with _losing_no_interrupt(), handling_signals(_interrupt):
+        try:
+            yield
+            sys.stdout.flush()
+        except typer.Exit:  # a RuntimeError
+            raise
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            _abandon(sys.stdout)
+            raise typer.Exit(0) from None
+        except Exception as error:  # one line, whatever went wrong
+            if debug:
+                raise
+            note(f"ringkv: {_told(error)}")
+            raise typer.Exit(2 if isinstance(error, RingkvError) else 1) from None
+
+
+def _told(error: Exception) -> str:
+    """An error in one line."""
+    if isinstance(error, OSError) and error.filename == "stdout":
+        _abandon(sys.stdout)
+        return f"stdout: {error.strerror}"
+    text = " ".join(str(error).split()) or type(error).__name__
+    if not isinstance(error, (RingkvError, MemoryError, OSError, RuntimeError)):
+        text = f"{type(error).__name__}: {text}; --debug shows where"
+    return text
+
+
+@contextmanager
+def handling_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
+    """While open, Ctrl-C and SIGTERM call this. A signal that is ignored, as shells may ask for, stays ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    """Raise KeyboardInterrupt. While a module is imported, which may swallow the exception, end the process at once."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            _exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _losing_no_interrupt() -> Iterator[None]:
+    """While open, a KeyboardInterrupt that a finaliser swallows is raised again a moment later, without a traceback."""
+
+    def hook(lost: Any) -> None:
+        if lost.exc_type is KeyboardInterrupt:
+            threading.Timer(0.01, _thread.interrupt_main).start()
+        else:
+            before(lost)
+
+    before, sys.unraisablehook = sys.unraisablehook, hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
+@contextmanager
+def interrupt_cancels(engine: Engine) -> Iterator[list[int]]:
+    """While open, the first Ctrl-C (or SIGTERM) ends the running request and the second one the program.
+
+    Yields:
+        A list that holds the signals that came.
+    """
+    came: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        came.append(number)
+        if len(came) > 1:
+            raise KeyboardInterrupt
+        engine.cancel(0)
+
+    with handling_signals(handler):
+        yield came

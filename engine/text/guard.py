@@ -1,0 +1,124 @@
+"""What tells the texts of messages from the control tokens of a chat template, once both are one text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from ringkv.engine.text.templates import ChatTemplate
+from ringkv.errors import RingkvError
+
+# Where guards are taken from: letters that Python and JSON print as they are, and that hardly any text holds.
+_RARE = [chr(code) for code in range(0x20000, 0x2A6D7)]
+_TRIES = 100
+
+
+class Guard:
+    """Keeps the texts of messages from being taken for control tokens of the template.
+
+    The guard is a character that nothing else holds. In the texts of messages it stands before the last character of
+    whatever reads as a control token, and, where a text could become a part of one beside the template's own text,
+    before its first and its last character. So a control token of a rendered text is the template's unless the guard
+    stands in it or directly before it. What a template does with a text, it does with the guard as well; only where it
+    takes characters out of a text can the rest still become a control token.
+
+    Words that the template names, such as the keys that it looks up, are its own: they stay as they are, and so do
+    roles.
+
+    Args:
+        control_tokens: ids by text.
+        messages: checked.
+        texts: further ones that only the template writes, and that are no tokens.
+
+    Attributes:
+        mark: another character that nothing holds.
+    """
+
+    def __init__(
+        self,
+        control_tokens: Mapping[str, int],
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        texts: Sequence[str] = (),
+    ) -> None:
+        self._ids = control_tokens
+        surroundings = json.dumps([messages, template.source, *control_tokens, *texts], ensure_ascii=False).replace(
+            r"\\", "\\"
+        )
+        used = set(surroundings)
+        unused = islice((letter for letter in _RARE if letter not in used), _TRIES)
+        letters = [one for one in unused if not any(form in surroundings for form in _forms(one))]
+        if len(letters) < 2:
+            raise RingkvError(f"messages: they hold almost all of {len(_RARE)} rare letters; accepted are fewer")
+        self._guard, self.mark = letters[:2]
+        self._texts = sorted({*control_tokens, *texts}, key=len, reverse=True)
+        self._pattern = re.compile(f"(?<!{self._guard})({'|'.join(map(re.escape, self._texts)) or '(?!)'})")
+        # A template may write what a message says in small letters, or in capitals.
+        self._any_case = re.compile(self._pattern.pattern, re.IGNORECASE)
+        lower = [text.lower() for text in self._texts]
+        self._heads = {text[:end] for text in lower for end in range(1, len(text))}
+        self._tails = {text[start:] for text in lower for start in range(1, len(text))}
+        self._all = self._guard.join(lower)
+        self._names = template.names | {"role"}
+        # A template may trim a text. Where control tokens hold blanks, those of the text count.
+        self._strip = not any(character.isspace() for text in self._texts for character in text)
+
+    def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with guards; its role, whose words are known, stays."""
+        return {**self._mapped(message), "role": message["role"]}
+
+    def gathered(self, rendered: str) -> str:
+        """A rendered text with all forms of the guard as the guard."""
+        for form in _forms(self._guard):
+            rendered = rendered.replace(form, self._guard)
+        return rendered
+
+    def removed(self, text: str) -> str:
+        """A text without guards."""
+        return text.replace(self._guard, "")
+
+    def found(self, text: str) -> list[re.Match[str]]:
+        """The control tokens, and the further texts, that the template wrote."""
+        return list(self._pattern.finditer(text))
+
+    def parts(self, text: str) -> list[str | int]:
+        """The template's control tokens in a text as ids, and the texts between them without guards."""
+        pieces = self._pattern.split(text)
+        return [self._ids.get(piece, piece) if at % 2 else self.removed(piece) for at, piece in enumerate(pieces)]
+
+    def _mapped(self, value: Any) -> Any:
+        """The value with guards in every text of it, keys included."""
+        if isinstance(value, str):
+            return self._text(value)
+        if isinstance(value, list):
+            return [self._mapped(one) for one in value]
+        if isinstance(value, dict):
+            return {key if key in self._names else self._text(key): self._mapped(one) for key, one in value.items()}
+        return value
+
+    def _text(self, text: str) -> str:
+        name = text in self._names
+        while (guarded := self._any_case.sub(self._broken, text)) != text:
+            text = guarded
+        core = text.strip() if self._strip else text
+        if name or not core or not self._joins(core.lower()):
+            return text
+        before, _, after = text.partition(core)
+        return f"{before}{self._guard}{core[:-1]}{self._guard}{core[-1]}{after}"
+
+    def _broken(self, found: re.Match[str]) -> str:
+        return f"{found[0][:-1]}{self._guard}{found[0][-1]}"
+
+    def _joins(self, core: str) -> bool:
+        """Whether a text could be a part of a control token, or end or begin one."""
+        lengths = range(1, 1 + min(len(core), max(map(len, self._texts), default=0)))
+        inside = core in self._all
+        return inside or any(core[:n] in self._tails or core[-n:] in self._heads for n in lengths)
+
+
+def _forms(character: str) -> tuple[str, ...]:
+    """How JSON in ASCII and Python's ascii() write a rare letter."""
+    return json.dumps(character)[1:-1], ascii(character)[1:-1]
