@@ -1,11 +1,13 @@
-"""Fuzz the loading of checkpoints: a damaged one must load with the logits of transformers, or be refused in one line.
+"""Fuzz the loading of checkpoints: a damaged one must do as transformers does with it, or be refused in one line.
 
     python bench/fuzz.py --cases 10000
 
 Small checkpoints that transformers saved are mutated one file at a time: the configuration, the index, a safetensors
-header or the tokenizer. A case fails if it raises anything but RingkvError, if the message does not name the cause,
-if it takes more than 5 seconds, if a file outside the folder of the checkpoint is opened, or if logits or token ids
-differ. The last line is JSON.
+header, the tokenizer and the files that name its tokens, the chat template, or generation_config.json. A case fails if
+it raises anything but RingkvError, if the message does not name the cause, if it takes more than 5 seconds, if a file
+outside the folder of the checkpoint is opened, or if logits, the ids of a text or of a short chat, or the greedy tokens
+of a few steps differ, unless transformers refuses the file. Greedy tokens may differ where a warning names what was not
+applied. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ringkv import Engine, RingConfig, SamplingParams
 from ringkv.apps.measure.peer import quiet
 from ringkv.bench.common import finish
 from ringkv.bench.mutations import INDEX, MUTATIONS, make_bases
@@ -40,10 +44,52 @@ from ringkv.models.weights import load_decoder
 
 LIMIT_S = 5.0
 REQUIRED = {"factor", "low_freq_factor", "high_freq_factor"}
-CONFIGURATIONS = ("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+CONFIGURATIONS = (
+    *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    "generation_config.json",
+)
+NAMED = r"\.(json|jinja|safetensors)\b|model\.\w+\.|lm_head|^chat template: |the control token '"
 CPU = torch.device("cpu")
 IDS = torch.tensor([5, 17, 3, 250, 99, 5, 17, 64, 1, 2, 200, 31])
 TEXT = "Why is the sky blue? 하늘 <think>x</think> <x>Why <y> <|im_end|> </s>1234"
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who is the sky? 하늘"},
+    {"role": "assistant", "content": "  Blue \n"},
+    {"role": "user", "content": "And 'the' sea?"},
+]
+STEPS = 6
+RING = RingConfig(budget=40, window=8, policy="full")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What became of a folder.
+
+    Attributes:
+        logits: of ``IDS``, [n, V].
+        text, chat: the ids of ``TEXT`` and ``CHAT``; None without a tokenizer, or without a template.
+        said: the greedy tokens after ``IDS``; None where a warning says that something was not applied.
+        endings: the ids at which a text ends.
+        drawable: the ids that may be drawn.
+        generation_config: the keys of the file.
+    """
+
+    logits: Tensor
+    text: list[int] | None
+    chat: list[int] | None
+    said: list[int] | None
+    endings: Collection[int]
+    drawable: list[int]
+    generation_config: Mapping[str, Any]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What a caller must say for a few greedy tokens, as transformers' names: as little as the file leaves."""
+        theirs = self.generation_config.get("max_new_tokens")
+        short = type(theirs) is int and 1 <= theirs <= STEPS
+        greedy = self.generation_config.get("do_sample") is False
+        return ({} if short else {"max_new_tokens": STEPS}) | ({} if greedy else {"do_sample": False})
 
 
 def main() -> None:
@@ -62,11 +108,12 @@ def run(folder: Path, cases: int, seed: int = 0, first: int = 0) -> dict[str, An
     """Fuzz in an empty folder. The report counts the outcomes and lists each failure with the number of its case."""
     with quiet():
         bases = make_bases(folder / "bases")
-        for base in bases:
-            Case(base, base, "untouched").check()
+        Case(bases[0], bases[0], "").check()  # imports and compiles what the others find
+        untouched = [Case(base, base, base.name) for base in bases]
+        failures = [f"{case.told}, untouched: {case.failure}" for case in untouched if case.check() != "loaded"]
         outcomes: Counter[str] = Counter()
         kinds: dict[str, Counter[str]] = {kind: Counter() for kind in MUTATIONS}
-        failures, slowest, begin = [], 0.0, time.perf_counter()
+        slowest, begin = 0.0, time.perf_counter()
         for number in range(first, first + cases):
             rng = random.Random(f"{seed}/{number}")
             kind = rng.choice(list(MUTATIONS))
@@ -104,7 +151,7 @@ class Case:
         begin = time.perf_counter()
         try:
             with time_limit(), opens_nothing_outside(self.folder):
-                logits, tokens = self._load()
+                loaded = self._load()
         except RingkvError as error:
             self.seconds = time.perf_counter() - begin
             self._check_message(str(error))
@@ -116,19 +163,39 @@ class Case:
             return "failed"
         self.seconds = time.perf_counter() - begin
         try:
-            self._compare(logits, tokens)
+            self._compare(loaded)
         except Exception as error:
             self.failure = f"loaded, but transformers says {type(error).__name__}: {str(error)[:300]}"
         return "failed" if self.failure else "loaded"
 
-    def _load(self) -> tuple[Tensor, list[int] | None]:
+    def _load(self) -> Loaded:
         checkpoint = open_checkpoint(self.folder)
-        tokenizer = checkpoint.tokenizer()
-        logits = plain_logits(load_decoder(checkpoint, CPU, torch.float32), IDS)
-        if tokenizer is None:
-            return logits, None
-        tokenizer.decode(tokens := tokenizer.encode(TEXT))
-        return logits, tokens
+        tokenizer, generation_config = checkpoint.tokenizer(), checkpoint.generation_config
+        decoder = load_decoder(checkpoint, CPU, torch.float32)
+        engine = Engine(decoder, tokenizer, ring=RING, backend="torch", generation_config=generation_config)
+        prompts, text, chat = engine.prompts, None, None
+        if tokenizer is not None:
+            tokenizer.decode(text := tokenizer.encode(TEXT))
+        if tokenizer is not None and prompts.template is not None:
+            chat = prompts.encode(CHAT)
+        loaded = Loaded(
+            logits=plain_logits(decoder, IDS),
+            text=text,
+            # What reads as a control token in a message is plain text here, and is not in transformers.
+            chat=None if chat is None or _forged(tokenizer.control_tokens) else chat,
+            said=None,
+            endings=prompts.endings,
+            drawable=sorted({*range(prompts.vocabulary)} - prompts.holes),
+            generation_config=generation_config,
+        )
+        options = loaded.options
+        params = SamplingParams(
+            max_tokens=options.get("max_new_tokens"), temperature=0 if "do_sample" in options else None
+        )
+        done = engine.generate(IDS.tolist(), params)
+        assert done.error is None, done.error
+        asked_in_vain = any("was not applied" in warning for warning in done.warnings)
+        return loaded if asked_in_vain else replace(loaded, said=done.token_ids)
 
     def _check_message(self, message: str) -> None:
         """Fail unless the message is one line that names a file, a key or a tensor."""
@@ -136,17 +203,27 @@ class Case:
         text = "".join(path.read_text(errors="replace") for path in files if path.exists())
         keys = {ascii(key[:20])[1:-1] for key in re.findall(r'"([^"]+)":', text)} | REQUIRED
         named = any(re.search(rf"{re.escape(key)}\S* (= |is missing)", message) for key in keys)
-        named = named or re.search(r"\.(json|jinja|safetensors)\b|model\.\w+\.|lm_head", message) is not None
+        named = named or re.search(NAMED, message) is not None
         if "\n" in message or len(message) > 4000 or not named:
             self.failure = f"the message names no cause: {message[:300]!r}"
 
-    def _compare(self, logits: Tensor, tokens: list[int] | None) -> None:
-        wanted = reference_logits(self.folder)
-        error = (logits - wanted).abs().max()
+    def _compare(self, loaded: Loaded) -> None:
+        with torch.no_grad():
+            model = reference_model(self.folder)
+            wanted = model(IDS[None]).logits[0]
+        error = (loaded.logits - wanted).abs().max()
         if not error <= 1e-4 * wanted.abs().max():
             self.failure = f"logits differ by {error:.3g} of {wanted.abs().max():.3g}"
-        if tokens is not None and (ids := reference_ids(self.folder)) not in (None, tokens):
-            self.failure = f"token ids differ: {tokens}, and not {ids}"
+            return
+        tokenizer = reference_tokenizer(self.folder)
+        for what, ours, theirs in (
+            ("token ids", loaded.text, lambda: tokenizer.encode(TEXT, add_special_tokens=False)),
+            ("ids of the chat", loaded.chat, lambda: reference_chat(tokenizer)),
+            ("greedy tokens", loaded.said, lambda: reference_tokens(model, tokenizer, self.folder, loaded)),
+        ):
+            if ours is not None and not self.failure and (found := _unless_refused(theirs)) not in (None, ours):
+                at = next((at for at, pair in enumerate(zip(ours, found, strict=False)) if len({*pair}) > 1), 0)
+                self.failure = f"{what} differ at {at}: {ours[at : at + 9]}, and not {found[at : at + 9]}"
 
 
 def plain_logits(decoder: Decoder, ids: Tensor) -> Tensor:
@@ -162,17 +239,16 @@ def plain_logits(decoder: Decoder, ids: Tensor) -> Tensor:
         return decoder.logits(decoder.forward(ids, attention))
 
 
-def reference_logits(folder: Path) -> Tensor:
-    """The logits of transformers; if it refuses the files, of the files without the keys that we call harmless."""
-    from transformers import AutoModelForCausalLM
+def reference_model(folder: Path) -> Any:
+    """The model of transformers; if it refuses the files, of the files without the keys that we call harmless."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    @torch.no_grad()
-    def logits() -> Tensor:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        return model.eval()(IDS[None]).logits[0]
+    def model() -> Any:
+        options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
+        return AutoModelForCausalLM.from_pretrained(folder, generation_config=GenerationConfig(), **options).eval()
 
     try:
-        return logits()
+        return model()
     except Exception:
         path, meaningful = folder / "config.json", {"sliding_window", "num_key_value_heads"}
         config = {
@@ -186,18 +262,68 @@ def reference_logits(folder: Path) -> Tensor:
         path.write_text(json.dumps(config | {"pad_token_id": None, "rms_norm_eps": eps}))
         if (path := folder / INDEX).exists():
             path.write_text(json.dumps(json.loads(path.read_text()) | {"metadata": {}}))
-        return logits()
+        return model()
 
 
-def reference_ids(folder: Path) -> list[int] | None:
-    """transformers' ids of the text, by tokenizer.json whatever class the configuration names; None if it refuses."""
+def reference_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer, by tokenizer.json whatever class the configuration names; None if it refuses."""
     from transformers import PreTrainedTokenizerFast
 
+    return _unless_refused(lambda: PreTrainedTokenizerFast.from_pretrained(folder))
+
+
+def reference_chat(tokenizer: Any) -> list[int]:
+    """transformers' ids of the chat, with a generation prompt.
+
+    Raises:
+        Exception: transformers refuses the template, or the template prints an address, which is another each time.
+    """
+    if " at 0x" in tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False):
+        raise ValueError("the template prints an address")
+    ids: list[int] = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    return ids
+
+
+def reference_tokens(model: Any, tokenizer: Any, folder: Path, ours: Loaded) -> list[int]:
+    """The greedy tokens of transformers, by the generation_config.json of a folder, of the ids that we would draw.
+
+    Raises:
+        Exception: transformers refuses the file, or ends a text at an id at which we do not.
+    """
+    from transformers import GenerationConfig
+
+    path = folder / "generation_config.json"
+    model.generation_config = GenerationConfig.from_pretrained(folder) if path.exists() else GenerationConfig()
+    named = model.generation_config.eos_token_id
+
+    def drawable(_: Tensor, scores: Tensor) -> Tensor:
+        return torch.full_like(scores, -torch.inf).index_copy(1, at, scores[:, at])
+
+    at = torch.tensor(ours.drawable)
+    said = model.generate(
+        IDS[None],
+        attention_mask=torch.ones_like(IDS[None]),
+        tokenizer=tokenizer,
+        logits_processor=[drawable],
+        eos_token_id=[*ours.endings] or None,
+        return_dict_in_generate=False,
+        **ours.options,
+    )
+    missing = {*(named if isinstance(named, list) else [named])} - {*ours.endings, None}
+    return [*said[0, len(IDS) :].tolist(), *(f"and ends at {id}" for id in missing)]
+
+
+def _unless_refused(value: Callable[[], Any]) -> Any:
+    """The value; None where transformers refuses."""
     try:
-        ids: list[int] = PreTrainedTokenizerFast.from_pretrained(folder).encode(TEXT, add_special_tokens=False)
+        return value()
     except Exception:
         return None
-    return ids
+
+
+def _forged(control_tokens: Collection[str]) -> bool:
+    said = json.dumps(CHAT, ensure_ascii=False)
+    return any(token in said for token in control_tokens)
 
 
 @contextlib.contextmanager

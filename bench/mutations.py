@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,87 @@ PLAUSIBLE: dict[str, list[Any]] = {
     "rope_theta": [10000.0, 5e5],
     "future_key": [None, False, 1],
 }
+# Chat templates as checkpoints have them, in short.
+TEMPLATES = [
+    """{% for m in messages %}{{ '<think>' + m['role'] + '\n' + m.content + eos_token + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<think>assistant\n' }}{% endif %}""",
+    """{{ bos_token }}
+{%- for message in messages %}
+    {%- set name = message.role %}
+    {%- if name == 'user' %}
+        {{- '[INST] ' + message['content'] | trim + ' [/INST]' }}
+    {%- else %}
+{{ ' ' ~ message['content'] ~ eos_token -}}
+    {%- endif %}
+{%- endfor %}
+""",
+    """{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}
+{% else %}{% set rest = messages %}{% endif %}
+{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('not in turns') }}{% endif %}
+{% if loop.first and system is defined %}{{ system }}{% endif %}
+<s>{{ m.content.strip() }}</s>{% endfor %}""",
+    """{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{% macro say(m, n=2) %}{{ m.role | upper | tojson }}: {{ (m.content | replace('sky', 'sea')) * n }}{% endmacro %}
+{% for m in messages %}
+  {% generation %}{{ say(m) }}{% endgeneration %}{{ eos_token if loop.index0 < ns.last }}
+{% endfor %}""",
+    "{{ messages | tojson(indent=2) }}{{ tools is none }}{{ strftime_now('%Y') }}",
+    "{{ messages }}",
+    """{% for m in messages %}{% for w in m.content.split(' ') %}{{ loop.cycle('<think>', '') }}{{ w | capitalize }}
+{% if w is string and w in ['the', 'is'] %}{% continue %}{% endif %}{{ w[::-1] }}{% endfor %}\r\n{% endfor %}\n\n""",
+]
+TEMPLATE_WORDS = ["message", "messages", "content", "role", "eos_token", "bos_token", "unk_token", "if", "for", "else"]
+TEMPLATE_WORDS += ["set", "loop.last", "'", '"', "%}", "-%}", "{{", "}}", "{#", "\n", "\r\n", "\u2028", "| trim", "[0]"]
+TEMPLATE_WORDS += ["{{ 1 / 0 }}", "{{ 'x' * 10**9 }}", "{% for i in range(10**6) %}{% endfor %}", "{{ x }}{{ x.y }}"]
+TEMPLATE_WORDS += ["{{ messages.__class__ }}", "{{ messages.append(1) }}", "<think>", "</s>", "{{ true }}{{ none }}"]
+
+PRINTABLE = [chr(code) for code in range(33, 127)]
+# Keys of generation_config.json with values of every kind.
+GENERATION: dict[str, list[Any]] = {
+    "do_sample": [True, True, False, False, False, None, 0, "false"],
+    "temperature": [0.6, 1.0, 0, 0.0, None, -1, "0.7"],
+    "top_k": [0, 20, 50, 1, None, -1],
+    "top_p": [0.9, 1.0, 0, 1.5],
+    "min_p": [0.05, None, 2],
+    "repetition_penalty": [1.1, 1.0, 2.5, 0.5, 0, -1],
+    "max_new_tokens": [1, 3, 5, 2048, None, 0, "9"],
+    "min_new_tokens": [0, 1, 4, 10**9, None, -1],
+    "max_length": [20, 4096],
+    "min_length": [0, 5],
+    "suppress_tokens": [[], [5, 17], list(range(0, 300, 2)), list(range(200)), [-1], [10**6], [5.0], "x", 7],
+    "begin_suppress_tokens": [[], list(range(0, 300, 2)), list(range(200)), [-1], [[5]], 7],
+    "stop_strings": [PRINTABLE, PRINTABLE[::2], ["th", "e", "</s>"], "s", "", [], ["x", 5]],
+    "eos_token_id": [None, 2, 3, [1, 2], list(range(0, 260, 3)), [], 10**6, -1, "2", [[3]], 3.0, True],
+    "bos_token_id": [None, 7],
+    "pad_token_id": [None, 0, -1],
+    "bad_words_ids": [None, [[5]], [[5, 17]], []],
+    "no_repeat_ngram_size": [0, 1],
+    "encoder_repetition_penalty": [1.0, 2.0],
+    "sequence_bias": [None, [[[5], 9.0]]],
+    "num_beams": [1, 1, 2],
+    "num_beam_groups": [1],
+    "num_return_sequences": [1, 2],
+    "early_stopping": [True, False],
+    "length_penalty": [1.0, 2.0],
+    "typical_p": [1.0, 0.5],
+    "epsilon_cutoff": [0.0, 0.1],
+    "penalty_alpha": [None, 0, 0.6],
+    "guidance_scale": [None, 1.0, 1.5],
+    "forced_eos_token_id": [None, 7],
+    "exponential_decay_length_penalty": [None, [1, 1.5]],
+    "renormalize_logits": [True, False],
+    "remove_invalid_values": [True],
+    "return_dict_in_generate": [True],
+    "output_scores": [True],
+    "use_cache": [True, False],
+    "cache_implementation": [None, "dynamic"],
+    "prompt_lookup_num_tokens": [None, 3],
+    "transformers_version": ["4.40.0"],
+    "chat_format": ["chatml"],
+    "_from_model_config": [True, False],
+    "future_key": [None, False, 1],
+}
 
 
 def make_bases(folder: Path) -> list[Path]:
@@ -104,7 +186,7 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "model_max_length": 512, "chat_template": "{{ messages }}"}
+    config = {"bos_token": "<s>", "eos_token": "</s>", "model_max_length": 512, "chat_template": TEMPLATES[0]}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -249,6 +331,40 @@ def mutate_special_tokens(rng: random.Random, folder: Path) -> str:
     return ", ".join(told)
 
 
+def mutate_template(rng: random.Random, folder: Path) -> str:
+    """Another template, changed or not, in one of the places where one may be."""
+    source, told = rng.choice(TEMPLATES), "unchanged"
+    if rng.random() < 0.7:
+        source, told = change_text(rng, source)
+    place = rng.choice(["tokenizer_config.json", "a list", "chat_template.jinja", "chat_template.json"])
+    if place == "chat_template.jinja":
+        (folder / place).write_text(source)
+        return f"{place}, {change_bytes(rng, folder / place) if rng.random() < 0.2 else told}"
+    template: Any = source
+    if place == "a list":
+        names = rng.sample(["default", "tool_use", "rag"], rng.randrange(1, 4))
+        template = [{"name": name, "template": source if name == "default" else "{{ 1 }}"} for name in names]
+    path = folder / (place if place == "chat_template.json" else "tokenizer_config.json")
+    config = json.loads(path.read_text()) if path.exists() else {}
+    config["chat_template"] = template
+    if rng.random() < 0.2:
+        told = change_json(rng, config)
+    path.write_text(json.dumps(config))
+    return f"{place}, {told}"
+
+
+def mutate_generation(rng: random.Random, folder: Path) -> str:
+    """Some keys of generation_config.json, most with values that are accepted; damage some."""
+    path = folder / "generation_config.json"
+    config = json.loads(path.read_text()) if rng.random() < 0.5 else {}
+    config |= {key: rng.choice(GENERATION[key]) for key in rng.sample(list(GENERATION), rng.randrange(1, 5))}
+    told = json.dumps(config)
+    if rng.random() < 0.2:
+        told = change_json(rng, config)
+    path.write_text(json.dumps(config))
+    return change_bytes(rng, path) if rng.random() < 0.1 else f"generation {told[:300]}"
+
+
 def named(rng: random.Random, text: str) -> dict[str, Any]:
     flags = {flag: rng.random() < 0.3 for flag in ("lstrip", "normalized", "rstrip", "single_word")}
     return {"__type": "AddedToken", "content": text, "special": rng.random() < 0.7, **flags}
@@ -260,6 +376,8 @@ MUTATIONS: dict[str, Callable[[random.Random, Path], str]] = {
     "header": mutate_header,
     "tokenizer": mutate_tokenizer,
     "special tokens": mutate_special_tokens,
+    "template": mutate_template,
+    "generation": mutate_generation,
 }
 
 
@@ -318,6 +436,29 @@ def change_layout(rng: random.Random, config: dict[str, Any]) -> str:
     rope = config.pop("rope_parameters")
     config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": None, "torch_dtype": config.pop("dtype")}
     return f"layout 4, {change_known_key(rng, config)}"
+
+
+def change_text(rng: random.Random, text: str) -> tuple[str, str]:
+    """The text with a part taken out, doubled, moved or replaced by a word; and what was done."""
+    start = rng.randrange(len(text) + 1)
+    end = start + rng.randrange(1, 30)
+    part, where = text[start:end], rng.randrange(len(text) + 1)
+    what = rng.choice(["delete", "double", "move", "word", "word", "insert"])
+    if what == "delete":
+        text = text[:start] + text[end:]
+    elif what == "double":
+        text = text[:end] + text[start:]
+    elif what == "move":
+        rest = text[:start] + text[end:]
+        text = rest[:where] + part + rest[where:]
+    elif what == "word":
+        words = re.split(r"(\W+)", text)
+        words[rng.randrange(len(words))] = part = rng.choice(TEMPLATE_WORDS)
+        text = "".join(words)
+    else:
+        part = rng.choice(TEMPLATE_WORDS)
+        text = text[:start] + part + text[start:]
+    return text, f"{what} {part!r} at {start}"
 
 
 def change_bytes(rng: random.Random, path: Path) -> str:

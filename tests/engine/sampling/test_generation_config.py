@@ -265,6 +265,12 @@ def test_stop_strings_of_the_file_cut_the_text() -> None:
     done = script.engine.generate("Well?", SamplingParams(max_tokens=11))
     assert (done.text, done.finish_reason, done.stop_reason) == ("one ", "stop", "END")
     assert done.sampling["stop"] == {"value": ("END",), "source": "generation_config"}
+    script.engine.prompts.generation_config = {"stop_strings": ["zz", "<|im_start|>"], "do_sample": False}
+    end = script.tokenizer.control_tokens["<|im_start|>"]
+    tagged = Script(lambda _: [*byte_tokenizer().encode("one "), end])
+    tagged.engine.prompts.generation_config = script.engine.prompts.generation_config
+    done = tagged.engine.generate("Well?", SamplingParams(max_tokens=11))
+    assert (done.text, done.finish_reason, done.stop_reason) == ("one ", "stop", end)
     on = script.engine.generate("Well?", SamplingParams(max_tokens=11, ignore_eos=True))
     assert (on.text, on.finish_reason) == ("one END two", "length")
 
