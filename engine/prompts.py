@@ -219,8 +219,9 @@ class Prompts:
                     raise RingkvError.bad(f"{field}: token id", id, "the id of a token; none has this one")
                 if id in self.suppressed:
                     raise RingkvError.bad(f"{field}: token id", id, "an id that generation_config does not suppress")
-        ids = {id for stop in sampling.values["stop"] if (id := self._control_token(stop)) is not None}
-        return frozenset(ids.union(params.stop_token_ids)) | (frozenset() if params.ignore_eos else self.eos_ids)
+        whole = map(self._control_token, sampling.values["stop"])
+        own = frozenset() if params.ignore_eos else self.eos_ids
+        return own.union(params.stop_token_ids, (id for id in whole if id is not None))
 
     def _control_token(self, text: str) -> int | None:
         """The control token that a text is as a whole, blanks that it takes with it included."""

@@ -100,8 +100,8 @@ class Tokenizer:
         """The tokenizer of a Hugging Face folder: ``tokenizer.json``, and the control tokens that are named beside it
         (see ``add_named_tokens``); None where the folder has no tokenizer.
 
-        The chat template comes from ``chat_template.jinja``, then ``chat_template.json``, then
-        ``tokenizer_config.json``.
+        The chat template comes from ``chat_template.jinja``, then ``tokenizer_config.json``, as in transformers, then
+        ``chat_template.json``.
 
         Raises:
             RingkvError: a file is broken, or there is a vocabulary without ``tokenizer.json``.
@@ -287,8 +287,8 @@ def _chat_template(folder: Path) -> str | None:
             return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RingkvError(f"{path}: cannot be read: {error}") from error
-    config = optional_json(folder / "tokenizer_config.json") | optional_json(folder / "chat_template.json")
-    template = config.get("chat_template")
+    sources = (optional_json(folder / name) for name in ("tokenizer_config.json", "chat_template.json"))
+    template = next((source["chat_template"] for source in sources if source.get("chat_template") is not None), None)
     if isinstance(template, list):
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")

@@ -10,12 +10,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
 # Two workers share two cores: one thread each, and for what they start, or they wait for each other.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# No test hangs on how long a machine takes.
+hypothesis.settings.register_profile("ringkv", deadline=None)
+hypothesis.settings.load_profile("ringkv")
 
 # transformers probes for a package named `kernels`, and would take ours where the root is on the path.
 _ROOT = Path(__file__).parents[1]

@@ -641,7 +641,9 @@ TEMPLATES: Iterable[tuple[dict[str, Any], str | None]] = [
     (IN_CONFIG, "config"),
     ({"tokenizer_config__json": {"chat_template": NAMED}}, "d"),
     ({"tokenizer_config__json": {"chat_template": NAMED[:1]}}, None),
-    (IN_CONFIG | IN_JSON, "json"),
+    (IN_JSON, "json"),
+    (IN_CONFIG | IN_JSON, "config"),
+    (IN_JSON | {"tokenizer_config__json": {"chat_template": None}}, "json"),
     (IN_CONFIG | {"chat_template__jinja": "jinja\n"}, "jinja\n"),
     (IN_JSON | {"chat_template__jinja": "jinja"}, "jinja"),
 ]
@@ -649,7 +651,13 @@ TEMPLATES: Iterable[tuple[dict[str, Any], str | None]] = [
 
 @pytest.mark.parametrize("files, wanted", TEMPLATES)
 def test_places_of_the_chat_template(files: dict[str, Any], wanted: str | None, folder: Folder) -> None:
-    assert from_folder(folder(**files)).chat_template == wanted
+    """As transformers' tokenizers find it, which leave chat_template.json to processors: it is the last resort here."""
+    from transformers import PreTrainedTokenizerFast
+
+    path = folder(**files)
+    assert from_folder(path).chat_template == wanted
+    theirs = PreTrainedTokenizerFast.from_pretrained(path).chat_template
+    assert (theirs.get("default") if isinstance(theirs, dict) else theirs) == (None if wanted == "json" else wanted)
 
 
 def test_special_tokens_map_wins(folder: Folder) -> None:

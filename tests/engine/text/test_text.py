@@ -513,9 +513,9 @@ KEYS = ("reasoning_content", "thinking", "reasoning")
 
 @pytest.mark.parametrize("values", list(itertools.product([None, "", "hm"], [None, "so"], [None, "well"])))
 def test_thoughts_are_under_the_keys_that_transformers_gives_them(values: tuple[str | None, ...]) -> None:
-    answer = {"role": "assistant", "content": "A", **dict(zip(KEYS, values, strict=True))}
+    answer: dict[str, Any] = {"role": "assistant", "content": "A", **dict(zip(KEYS, values, strict=True))}
     for source in (PRINTED, THINKING):
-        chat, messages = ChatTemplate(source), [USER, answer, USER, answer]
+        chat, messages = ChatTemplate(source), [dict[str, Any](USER), answer, dict[str, Any](USER), answer]
         wanted = theirs().apply_chat_template(messages, chat_template=source, return_dict=False)
         assert encode_messages(tagged(), chat, messages, add_generation_prompt=False) == wanted
 
@@ -589,6 +589,8 @@ ENDLESS = {
     "a product of ints": "{% set n = namespace(x=9) %}{% for a in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
     "a long numeral": "{% set x = ('f' * 999999)|int(base=16) %}{{ x // (x - 1) }}",
     "a wide indent": "{{ [[1]]|tojson(indent=10 ** 11) }}",
+    "a wide indent as text": "{{ [[1]]|tojson(indent='x' * 99999) }}",
+    "work that is paid back": "{{ [1]|tojson(indent=-(10 ** 12)) }}{{ 'x' * 10 ** 8 }}",
     "a deep indent": "{% set n = namespace(x=[1]) %}{% for a in range(90) %}{% set n.x = [n.x] %}{% endfor %}"
     "{{ ([n.x] * 999)|tojson(indent=9) }}",
     "a long separator": "{{ ([1] * 9999)|tojson(separators=('x' * 9999, ':')) }}",
@@ -737,6 +739,7 @@ FEATURES = [
     "{% for k, v in {'b': 1, 'a': [2]}|dictsort %}{{ k }}{{ v }}{% endfor %} {{ {'a': 1}|items|list }}",
     "{{ {'b': 1}|list }}",
     "{{ {'é': ['<', 1.5, none, true]}|tojson }} {{ [1, {'b': 2, 'a': 1}]|tojson(indent=4, sort_keys=true) }}",
+    "{{ [[1]]|tojson(indent='--') }} {{ [[1]]|tojson(indent=-1) }} {{ [[1]]|tojson(indent='') }}",
     "{{ {'é': '<'}|tojson(ensure_ascii=true, separators=(',', ':')) }} {{ messages[0]|tojson|string|length }}",
     "{{ ' ab '.strip() }} {{ 'xab'.lstrip('x') }} {{ 'abx'.rstrip('x') }} {{ 'a b'.split() }}",
     "{{ 'a-b-c'.rsplit('-', 1) }}",
