@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 
 from ringkv.engine.config import SamplingParams
 from ringkv.engine.sampling.values import Sampling
-from ringkv.engine.text.templates import ChatTemplate
+from ringkv.engine.text.encoding import Conversation
 from ringkv.engine.text.thoughts import ThoughtTags
 
 _FILTERS = {"top_p": 1, "top_k": 0, "min_p": 0}  # each with the value that leaves all tokens in
@@ -15,9 +15,8 @@ _FILTERS = {"top_p": 1, "top_k": 0, "min_p": 0}  # each with the value that leav
 def idle_options(
     params: SamplingParams,
     sampling: Sampling,
-    *,
     tags: ThoughtTags | None,
-    template: ChatTemplate | None,
+    conversation: Conversation | None,
     inside: bool,
     stop_ids: Collection[int],
 ) -> list[str]:
@@ -27,13 +26,16 @@ def idle_options(
         params: what the user gave.
         sampling: the effective values.
         tags: of the model's thoughts.
-        template: what renders the prompt; None where nothing does (raw mode, token ids).
+        conversation: None where no chat template renders the prompt (raw mode, token ids).
         inside: whether the prompt ends inside a thought.
         stop_ids: the tokens that end the text.
     """
-    reasons = dict(_reasons(sampling, tags, template, inside, stop_ids))
+    reasons = dict(_reasons(sampling, tags, conversation, inside, stop_ids))
     given = [name for name in reasons if sampling.sources[name] == "user"]
-    return [f"{name} = {getattr(params, name)!r} does nothing: {reasons[name]}" for name in given]
+    lines = [f"{name} = {getattr(params, name)!r} does nothing: {reasons[name]}" for name in given]
+    if conversation is not None and conversation.leaves_out_system():
+        lines.append("the system message does nothing: the chat template does not write it")
+    return lines
 
 
 def fixed_seeds(*seeds: int | None) -> list[str]:
@@ -45,14 +47,14 @@ def fixed_seeds(*seeds: int | None) -> list[str]:
 def _reasons(
     sampling: Sampling,
     tags: ThoughtTags | None,
-    template: ChatTemplate | None,
+    conversation: Conversation | None,
     inside: bool,
     stop_ids: Collection[int],
 ) -> Iterator[tuple[str, str]]:
     values = sampling.values
-    if template is None and not (values["thinking"] is True and inside):
+    if conversation is None and not (values["thinking"] is True and inside):
         yield "thinking", "no chat template reads it (raw mode, or token ids)"
-    elif template is not None and "enable_thinking" not in template.variables:
+    elif conversation is not None and "enable_thinking" not in conversation.template.variables:
         yield "thinking", "the chat template does not read enable_thinking"
     closing = values["on_repetition"] == "close_thought"
     if tags is None or tags.ids is None:

@@ -107,8 +107,7 @@ class Prompts:
         seed = effective_seed(params.seed, self.engine_seed, index, sampling.greedy)
         stop_ids = self._stop_ids(params, sampling)
         thought, warnings = self._thought(params, sampling)
-        template = None if conversation is None else self.template
-        idle = idle_options(params, sampling, tags=self.tags, template=template, inside=inside, stop_ids=stop_ids)
+        idle = idle_options(params, sampling, self.tags, conversation, inside, stop_ids)
         request = Request(
             index=index,
             ids=ids,

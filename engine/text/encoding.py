@@ -63,7 +63,7 @@ class Conversation:
     ) -> None:
         if template is None:
             raise RingkvError("messages: the model has no chat template; give a prompt in raw mode (--raw)")
-        self._tokenizer, self._template, self._thinking, self._tags = tokenizer, template, thinking, tags
+        self._tokenizer, self.template, self._thinking, self._tags = tokenizer, template, thinking, tags
         messages = check_messages(messages)
         texts = () if tags is None else (tags.open, tags.close)
         self._guard = Guard(tokenizer.control_tokens, template, messages, texts)
@@ -107,20 +107,37 @@ class Conversation:
         Returns:
             None where there is no system message, and 0 where the template does not write all of its text.
         """
-        first = [*takewhile(lambda message: message["role"] in _SYSTEM, self._messages)]
-        content = first[-1].get("content", "") if first else ""
-        words = content.rstrip()
-        if not words:
+        if not self._system_words:
             return None
-        marked = {**first[-1], "content": words + self._guard.mark + content[len(words) :]}
-        text = self._try([*first[:-1], marked, *self._messages[len(first) :]]) or ""
-        end = text.find(self._guard.mark)
-        if end < 0 or text.replace(self._guard.mark, "") != self._text:
+        marked, mark = self._with_mark(), self._guard.mark
+        end = marked.find(mark)
+        if end < 0 or marked.replace(mark, "") != self._text:
             return 0
-        end = max(end, _shared(self._try(first, prompt=False) or "", self._text))
+        end = max(end, _shared(self._try(self._system, prompt=False) or "", self._text))
         end = min([end, *(tag.start() for tag in self._guard.found(self._text) if tag.start() < end < tag.end())])
         before = self._guard.parts(self._text[:end])
         return self._tokenizer.count_before([*before, *self._guard.parts(self._text[end:])], len(before))
+
+    def leaves_out_system(self) -> bool:
+        """Whether there is a system message, and the template does not write it."""
+        words = self._system_words
+        return bool(words) and words not in self._text and self._guard.mark not in self._with_mark()
+
+    @property
+    def _system(self) -> list[dict[str, Any]]:
+        return [*takewhile(lambda message: message["role"] in _SYSTEM, self._messages)]
+
+    @property
+    def _system_words(self) -> str:
+        """The text of the last system message without the blanks around it."""
+        return str(self._system[-1].get("content", "")).strip() if self._system else ""
+
+    def _with_mark(self) -> str:
+        """The rendered text with a mark behind the words of the system message; "" where the template fails on it."""
+        last = len(self._system) - 1
+        before, words, after = self._messages[last]["content"].partition(self._system_words)
+        marked = {**self._messages[last], "content": f"{before}{words}{self._guard.mark}{after}"}
+        return self._try([*self._messages[:last], marked, *self._messages[last + 1 :]]) or ""
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text) if self._plain else self._tokenizer.encode_parts(self._guard.parts(text))
@@ -128,7 +145,7 @@ class Conversation:
     def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = True) -> str:
         try:
             return self._guard.gathered(
-                self._template.render(messages, add_generation_prompt=prompt, thinking=self._thinking)
+                self.template.render(messages, add_generation_prompt=prompt, thinking=self._thinking)
             )
         except RingkvError as error:
             raise RingkvError(self._guard.removed(str(error))) from error

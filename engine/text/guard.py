@@ -71,9 +71,10 @@ class Guard:
         return {**self._mapped(message), "role": message["role"]}
 
     def gathered(self, rendered: str) -> str:
-        """A rendered text with all forms of the guard as the guard."""
-        for form in _forms(self._guard):
-            rendered = rendered.replace(form, self._guard)
+        """A rendered text with the guard and the mark as they are, where the template has written them as JSON."""
+        for letter in (self._guard, self.mark):
+            for form in _forms(letter):
+                rendered = rendered.replace(form, letter)
         return rendered
 
     def removed(self, text: str) -> str:

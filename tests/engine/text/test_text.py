@@ -315,7 +315,7 @@ def test_messages_with_all_rare_characters() -> None:
     escapes = json.dumps(every[100:])
     with pytest.raises(RingkvError, match="messages: they hold almost all of 42711 rare letters"):
         encode_messages(tagged(), template("plain"), [{"role": "user", "content": every[:100] + escapes}])
-    for text in (f"<s>{every[1:]}", r"<s>\ud840\udc00\U00020001", every[0] + "<s>"):
+    for text in (f"<s>{every[2:]}", r"<s>\ud840\udc00\U00020001", every[0] + "<s>"):
         messages = [{"role": "user", "content": text}]
         ids = encode_messages(tagged(), template("plain"), messages)
         assert b"".join(map(tagged().token_bytes, ids)).decode() == template("plain").render(messages)
@@ -840,6 +840,7 @@ PINNED = {  # what is pinned of a conversation whose system message is " Be brie
         "Hi. Be brief.",
     ),
     "twice": ("{{ messages[0].content }}|{{ messages[0].content }}{{ messages[1].content }}", " Be brief."),
+    "as JSON": ("{{ messages[0].content | tojson(ensure_ascii=true) }}{{ messages[1].content }}", '" Be brief.'),
     "left out": ("{% for m in messages[1:] %}{{ m.content }}{% endfor %}", ""),
     "in capitals": ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", " BE BRIEF.\n"),
     "cut": ("{{ messages[0].content[:5] }}{{ messages[1].content }}", ""),
