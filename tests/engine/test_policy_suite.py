@@ -110,11 +110,18 @@ def test_the_table_is_covered():
 
 def clear_case(naive: Naive, length: int, **rules: Any) -> tuple[list[int], list[int], list[list[list[int]]]]:
     """A prompt, its tokens and live sets, no victim of which is told from a survivor by rounding alone."""
+    equal = None
     for seed in range(1, 9):
         naive.closest = math.inf
         tokens, live = naive.run(prompt(length, seed), STEPS, **rules)
-        if naive.closest == 0 or naive.closest > 1e-6:  # equal numbers are no doubt: the older goes
+        if naive.closest > 1e-6:
             return prompt(length, seed), tokens, live
+        if (
+            naive.closest == 0
+        ):  # equal for a reason, and then the older goes; or equal by rounding, as pooled ones may be
+            equal = equal or (prompt(length, seed), tokens, live)
+    if equal is not None:
+        return equal
     raise AssertionError("every prompt has a near tie")
 
 
