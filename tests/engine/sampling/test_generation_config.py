@@ -270,7 +270,7 @@ def test_stop_strings_of_the_file_cut_the_text() -> None:
     tagged = Script(lambda _: [*byte_tokenizer().encode("one "), end])
     tagged.engine.prompts.generation_config = script.engine.prompts.generation_config
     done = tagged.engine.generate("Well?", SamplingParams(max_tokens=11))
-    assert (done.text, done.finish_reason, done.stop_reason) == ("one ", "stop", end)
+    assert (done.text, done.finish_reason, done.stop_reason) == ("one ", "stop", "<|im_start|>")
     on = script.engine.generate("Well?", SamplingParams(max_tokens=11, ignore_eos=True))
     assert (on.text, on.finish_reason) == ("one END two", "length")
 
@@ -302,6 +302,12 @@ def test_suppressed_ids_are_never_drawn_in_any_lane(temperature: float) -> None:
     for field in ({"logit_bias": {4: 9.0}}, {"stop_token_ids": [4]}):
         with pytest.raises(RingkvError, match=r"token id = 4: accepted is an id that generation_config does not supp"):
             engine.generate([1], SamplingParams(**field))
+
+
+@pytest.mark.parametrize("key", values.SUPPRESSED)
+def test_ids_that_no_token_can_have_suppress_nothing(key: str) -> None:
+    assert values.suppressed({key: [3, -1, 10**9]}, key) == (3, 10**9)
+    assert values.suppressed({key: None}, key) == values.suppressed({}, key) == ()
 
 
 @pytest.mark.parametrize("key", values.SUPPRESSED)
