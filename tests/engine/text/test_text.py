@@ -246,6 +246,7 @@ SHOWN = {
     "json": "{{ m | tojson }}",
     "ascii": "{{ m | tojson(ensure_ascii=true) }}",
     "python": "{{ m }}",
+    "between tags": "{% for c in m.tool_calls %}<{{ c.name }}><{{ c.id }}>{% endfor %}",
     "pairs": "{% for c in m.tool_calls %}{% for k, v in c.items() %}<{{ k }}{{ v }}>{{ v }}{% endfor %}{% endfor %}"
     "{% for k, v in (m.tool_calls[0].arguments or {}).items() %}{{ k }}{{ v }}{% endfor %}",
 }
@@ -835,6 +836,10 @@ PINNED = {  # what is pinned of a conversation whose system message is " Be brie
     "demands a question": (DEMANDING, "<s><|im_start|>system\n Be brief."),
     "llama 2": (LLAMA2, "<s>[INST] <<SYS>>\n Be brief."),
     "merged": (MERGED, " Be brief.\n\n\n"),
+    "otherwise ends": (
+        "{{ messages[0].content }}<|im_{% if messages[1] %}start|>{{ messages[1].content }}{% else %}end|>{% endif %}",
+        " Be brief.\n",
+    ),
     "in the last message": (
         "{{ messages[1:] | map(attribute='content') | join }}{{ messages[0].content }}",
         "Hi. Be brief.",
