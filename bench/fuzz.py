@@ -173,16 +173,19 @@ class Case:
         tokenizer, generation_config = checkpoint.tokenizer(), checkpoint.generation_config
         decoder = load_decoder(checkpoint, CPU, torch.float32)
         engine = Engine(decoder, tokenizer, ring=RING, backend="torch", generation_config=generation_config)
-        prompts, text, chat = engine.prompts, None, None
+        prompts = engine.prompts
+        text: list[int] | None = None
+        chat: list[int] | None = None
         if tokenizer is not None:
             tokenizer.decode(text := tokenizer.encode(TEXT))
         if tokenizer is not None and prompts.template is not None:
             chat = prompts.encode(CHAT)
+            # What reads as a control token in a message is plain text here, and is not in transformers.
+            chat = None if _forged(tokenizer.control_tokens) else chat
         loaded = Loaded(
             logits=plain_logits(decoder, IDS),
             text=text,
-            # What reads as a control token in a message is plain text here, and is not in transformers.
-            chat=None if chat is None or _forged(tokenizer.control_tokens) else chat,
+            chat=chat,
             said=None,
             endings=prompts.endings,
             drawable=sorted({*range(prompts.vocabulary)} - prompts.holes),
