@@ -116,9 +116,7 @@ def clear_case(naive: Naive, length: int, **rules: Any) -> tuple[list[int], list
         tokens, live = naive.run(prompt(length, seed), STEPS, **rules)
         if naive.closest > 1e-6:
             return prompt(length, seed), tokens, live
-        if (
-            naive.closest == 0
-        ):  # for a reason, and then the older goes; or by rounding, as pooled scores may be
+        if naive.closest == 0:  # for a reason, and then the older goes; or by rounding, as pooled scores may be
             equal = equal or (prompt(length, seed), tokens, live)
     if equal is not None:
         return equal
