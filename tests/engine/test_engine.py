@@ -12,6 +12,7 @@ import torch
 
 from naive import Naive
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams
+from ringkv.engine import runner
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
 RING = RingConfig(budget=40, window=8)
@@ -123,7 +124,7 @@ def test_float32_lanes_do_not_depend_on_neighbours_or_place(cpu_path):
     assert torch.equal(rows, rows[:1].expand(5, -1)), "to the bit, with threads that share a product"
 
 
-def test_a_then_b_then_a():
+def test_a_then_b_then_a(monkeypatch):
     """CASES R14: also after an exception and after an interrupt in mid-step."""
     engine = tiny_engine()
     first = engine.generate(prompt(20), params(seed=1)).token_ids
@@ -132,7 +133,7 @@ def test_a_then_b_then_a():
     with pytest.raises(RingkvError):
         engine.generate([97], params())
     assert engine.generate(prompt(20), params(seed=1)).token_ids == first
-    attend, calls = engine.ring.attend, []
+    attend, calls = runner.attend, []
 
     def interrupted(*args):
         calls.append(1)
@@ -140,9 +141,10 @@ def test_a_then_b_then_a():
             raise KeyboardInterrupt
         return attend(*args)
 
-    engine.ring.attend = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(prompt(70, 1), params(seed=2))
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "attend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompt(70, 1), params(seed=2))
     assert engine.generate(prompt(20), params(seed=1)).token_ids == first
 
 
@@ -294,7 +296,7 @@ def test_cancel_leaves_a_prefill_between_layers():
 
 def test_a_row_that_is_not_finite_ends_its_request_only():
     engine = tiny_engine(lanes=2)
-    forward = engine._runner.forward
+    forward = engine._runner._forward
     calls = []
 
     def broken(token):
@@ -304,7 +306,7 @@ def test_a_row_that_is_not_finite_ends_its_request_only():
             logits[1] = float("nan")
         return logits
 
-    engine._runner.forward = broken
+    engine._runner._forward = broken
     good, bad, late = engine.generate([prompt(4, i) for i in range(3)], params(max_tokens=12, temperature=0))
     assert (good.finish_reason, bad.finish_reason, late.finish_reason) == ("length", "error", "length")
     assert bad.error["type"] == "NonFiniteLogits"
