@@ -23,7 +23,7 @@ def test_as_exact_as_the_twin(slots, group, d, dtype, programs, monkeypatch):
     ring = layer(2, 2, group, slots, d, 4, dtype)
     q = queries(ring, group, dtype)
     kernel, twin, exact = three_ways(decode_attention, q, ring, launcher=attention_triton.decode_attention)
-    assert_as_exact(kernel, twin, exact)
+    assert_as_exact(kernel, twin, exact, d if dtype == torch.float32 else 16)  # half precision is summed in float32
     assert torch.equal(attention_triton.decode_attention(q, poisoned(ring)), kernel)
 
 

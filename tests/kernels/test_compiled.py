@@ -141,8 +141,10 @@ def test_an_error_of_the_compiler_is_one_line(source):
     ],
 )
 def test_one_openmp_library_is_torchs(maps, message, source, monkeypatch):
-    read = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda self: maps if str(self) == "/proc/self/maps" else read(self))
+    read = Path.read_bytes
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda self: maps.encode() if str(self) == "/proc/self/maps" else read(self)
+    )
     with pytest.raises(CannotCompile, match=re.escape(message)):
         load(source.parent, ["answer"])
 
