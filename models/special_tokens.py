@@ -15,6 +15,7 @@ from ringkv.models.keys import read_json, refusal, short
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _CONFIG, _MAP, _IDS = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _DECODER, _EXTRA, _OLD_EXTRA = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
+_SPECIFIC = "model_specific_special_tokens"
 _FIELDS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 _TOKEN = f"a text, or an object with {', '.join(_FIELDS)}"
 
@@ -101,6 +102,7 @@ def _named(
     last = {key: value for key, value in config.items() if _is_other_name(key, value) and isinstance(value, str)}
     for file in (config, more):
         last |= file.pop(_EXTRA) if isinstance(file.get(_EXTRA), dict) else {}
+        last = last or dict(_items(file.get(_SPECIFIC) or {}, f"{folder / _CONFIG}: {_SPECIFIC}"))
     if isinstance(config.get(_EXTRA), list) and isinstance(more.get(_EXTRA), list):
         more[_EXTRA] = config[_EXTRA] + more[_EXTRA]
     both = config | more

@@ -156,6 +156,24 @@ NAMED: dict[str, tuple[dict[str, Any], list[AddedToken]]] = {
         },
         [],
     ),
+    "names of the model": (
+        {"tokenizer_config": {"model_specific_special_tokens": {"image_token": "<image>"}, "eos_token": "<|im_end|>"}},
+        [],
+    ),
+    "names of the model beside others, which win": (
+        {
+            "tokenizer_config": {"model_specific_special_tokens": {"a": "<|im_end|>"}, "image_token": "<image>"},
+            "special_tokens_map": {"extra_special_tokens": {"b": "<|im_start|>"}},
+        },
+        [],
+    ),
+    "names of the model in both places": (
+        {
+            "tokenizer_config": {"model_specific_special_tokens": {"a": WITH_TYPE | saved("<|im_end|>", lstrip=True)}},
+            "special_tokens_map": {"extra_special_tokens": {"b": "<|im_start|>"}},
+        },
+        [],
+    ),
     "a word is the name": ({"tokenizer_config": {"eos_token": "a"}}, []),
     "a name of a token that is not special": (
         {"tokenizer_config": {"eos_token": "<|im_end|>"}}, [AddedToken("<|im_end|>", normalized=False, rstrip=True)]
@@ -199,6 +217,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"tokenizer_config": {"eos_token": {"content": None}}}, "eos_token = {'content': None}"),
     ({"tokenizer_config": {"extra_special_tokens": "<x>"}}, "extra_special_tokens = '<x>'"),
     ({"tokenizer_config": {"additional_special_tokens": [3]}}, "extra_special_tokens = 3"),
+    (
+        {"tokenizer_config": {"model_specific_special_tokens": [3]}},
+        "model_specific_special_tokens = [3]: accepted is an",
+    ),
+    ({"tokenizer_config": {"model_specific_special_tokens": {"a_token": 3}}}, "tokenizer_config.json: a_token = 3"),
     ({"special_tokens_map": {"bos_token": 1.5}}, "special_tokens_map.json: bos_token = 1.5"),
     ({"added_tokens": {"<x>": "y"}}, "added_tokens.json = 'y': accepted is the id of a token"),
     ({"added_tokens": {"<x>": [1]}}, "added_tokens.json = [1]"),
