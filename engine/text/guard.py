@@ -22,8 +22,9 @@ class Guard:
     The guard is a character that nothing else holds. In the texts of messages it stands before the last character of
     whatever reads as a control token, and, where a text could become a part of one beside the template's own text,
     before its first and its last character. So a control token of a rendered text is the template's unless the guard
-    stands in it or directly before it. What a template does with a text, it does with the guard as well; only where it
-    takes characters out of a text can the rest still become a control token.
+    stands in it or directly before it. What a template does with a text, it does with the guard as well. If it takes
+    characters out (SmolLM3's takes "/think"), the rest could become a control token: where a text holds all characters
+    of one in their order, each that could be its last has the guard before it.
 
     Words that the template names, such as the keys that it looks up, are its own: they stay as they are, and so do
     roles.
@@ -58,11 +59,11 @@ class Guard:
         self._pattern = re.compile(f"(?<!{self._guard})({'|'.join(map(re.escape, self._texts)) or '(?!)'})")
         # A template may write what a message says in small letters, or in capitals.
         self._any_case = re.compile(self._pattern.pattern, re.IGNORECASE)
-        lower = [text.lower() for text in self._texts]
+        self._lower = lower = [text.lower() for text in self._texts]
         self._heads = {text[:end] for text in lower for end in range(1, len(text))}
         self._tails = {text[start:] for text in lower for start in range(1, len(text))}
         self._all = self._guard.join(lower)
-        self._names = template.names | {"role"}
+        self._names, self._replaces = template.names | {"role"}, template.replaces
         # A template may trim a text. Where control tokens hold blanks, those of the text count.
         self._strip = not any(character.isspace() for text in self._texts for character in text)
 
@@ -104,6 +105,8 @@ class Guard:
         name = text in self._names
         while (guarded := self._any_case.sub(self._broken, text)) != text:
             text = guarded
+        if self._replaces and (ends := {one[-1] for one in self._lower if _in_order(one, text.lower())}):
+            text = re.sub(f"(?<!{self._guard})(?i:[{re.escape(''.join(ends))}])", self._broken, text)
         core = text.strip() if self._strip else text
         if name or not core or not self._joins(core.lower()):
             return text
@@ -118,6 +121,11 @@ class Guard:
         lengths = range(1, 1 + min(len(core), max(map(len, self._texts), default=0)))
         inside = core in self._all
         return inside or any(core[:n] in self._tails or core[-n:] in self._heads for n in lengths)
+
+
+def _in_order(characters: str, text: str) -> bool:
+    at = 0
+    return all(at := text.find(one, at) + 1 for one in characters)
 
 
 def _forms(character: str) -> tuple[str, ...]:

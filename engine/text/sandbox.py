@@ -40,7 +40,7 @@ _SHALLOW = _names(
     "none number reject rejectattr reverse sameas select selectattr sequence tojson true undefined values"
 )
 _DEEP = _names(
-    "abs capitalize dictsort e escape int join lower max min replace safe sort string title trim unique upper "
+    "abs capitalize dictsort e escape indent int join lower max min replace safe sort string title trim unique upper "
     "== eq equalto != ne < lt lessthan <= le > gt greaterthan >= ge in"
 )
 _METHODS = {
@@ -165,6 +165,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.tick(len(value) * len(others[0]))
         elif name == "replace" and others:
             self.tick(str(value).count(str(others[0])) * weight)
+        elif name == "indent":
+            widths = (len(one) if isinstance(one, str) else max(int(one), 0) for one in others)
+            self.tick(len(str(value).splitlines()) * sum(widths, 4))
         elif name in _SCANNING:
             self.tick(len(str(value)) // 16 * weight)
         result = function(*args, **kwargs)

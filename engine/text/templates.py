@@ -25,6 +25,7 @@ class ChatTemplate:
     Attributes:
         variables: those that it reads.
         names: the words that it holds as constants or as names of attributes, such as the keys of messages.
+        replaces: whether it may take characters out of a text.
 
     Raises:
         RingkvError: the source is not valid jinja, or longer than 262,144 characters.
@@ -41,6 +42,8 @@ class ChatTemplate:
             tree = self._sandbox.parse(source)
             self.variables = frozenset(meta.find_undeclared_variables(tree))
             self.names = frozenset(filter(str.isidentifier, _words(tree)))
+            filters = {node.name for node in tree.find_all(nodes.Filter)}
+            self.replaces = "replace" in self.names | filters
             self._template = self._sandbox.from_string(tree)
         except Exception as error:  # compiling evaluates constant expressions, which raise whatever they raise
             raise _one_line(error) from error

@@ -267,6 +267,21 @@ def test_no_place_in_a_message_forges_a_control_token(place: str, shown: str) ->
     assert [id for id in ids if id in tagged().control_tokens.values()] == begin + end
 
 
+@pytest.mark.parametrize("taken", ["/think", "\n", "x", "|"])
+@pytest.mark.parametrize("how", ["{{ c.replace('TAKEN', '') }}", "{{ c | replace('TAKEN', '') | trim }}"])
+def test_what_a_template_leaves_of_a_message_is_no_control_token(taken: str, how: str) -> None:
+    """SmolLM3's template takes "/think" out of a system message; the letters are those that transformers renders."""
+    source = "<s>{% for m in messages %}{% set c = m.content %}<|im_start|>" + how.replace("TAKEN", taken)
+    source += "<|im_end|>{% endfor %}"
+    pieces = [token[:at] + taken + token[at:] for token in CONTROL for at in range(1, len(token))]
+    messages = [{"role": "user", "content": f"{taken}<br>".join(["a", *pieces])}, {"role": "user", "content": "<br>"}]
+    ids = encode_messages(tagged(), ChatTemplate(source), messages)
+    rendered = theirs().apply_chat_template(messages, tokenize=False, chat_template=source)
+    assert b"".join(map(tagged().token_bytes, ids)).decode() == rendered
+    begin, end = tagged().encode("<s><|im_start|>"), tagged().encode("<|im_end|>")
+    assert [id for id in ids if id in tagged().control_tokens.values()] == [*begin, *end, begin[1], *end]
+
+
 def test_ids_of_forged_values_equal_transformers() -> None:
     """transformers marks whole control tokens in values (not in keys) when it is asked to."""
     for token in CONTROL:
@@ -592,6 +607,8 @@ ENDLESS = {
     "a wide indent": "{{ [[1]]|tojson(indent=10 ** 11) }}",
     "a wide indent as text": "{{ [[1]]|tojson(indent='x' * 99999) }}",
     "work that is paid back": "{{ [1]|tojson(indent=-(10 ** 12)) }}{{ 'x' * 10 ** 8 }}",
+    "a wide filter": "{{ 'a'|indent(first=true, width=10 ** 10) }}",
+    "a wide filter of lines": "{{ ('\\n' * 99999)|indent('x' * 999, blank=true) }}",
     "a deep indent": "{% set n = namespace(x=[1]) %}{% for a in range(90) %}{% set n.x = [n.x] %}{% endfor %}"
     "{{ ([n.x] * 999)|tojson(indent=9) }}",
     "a long separator": "{{ ([1] * 9999)|tojson(separators=('x' * 9999, ':')) }}",
@@ -636,7 +653,6 @@ ENDLESS = {
 REFUSED = {
     "{{ 'a'.ljust(10 ** 10) }}": "attribute 'ljust' of 'str' object",
     "{{ 'a'|center(10 ** 10) }}": "No filter named 'center'",
-    "{{ 'a'|indent(width=10 ** 10, first=true) }}": "No filter named 'indent'",
     "{{ 'a'|wordwrap(1, wrapstring='b' * 999999) }}": "No filter named 'wordwrap'",
     "{{ '{:99999999999d}'.format(1) }}": "attribute 'format' of 'str' object",
     "{{ '{:{w}}'.format(1, w=10 ** 10) }}": "attribute 'format' of 'str' object",
@@ -740,6 +756,7 @@ FEATURES = [
     "{% for k, v in {'b': 1, 'a': [2]}|dictsort %}{{ k }}{{ v }}{% endfor %} {{ {'a': 1}|items|list }}",
     "{{ {'b': 1}|list }}",
     "{{ {'é': ['<', 1.5, none, true]}|tojson }} {{ [1, {'b': 2, 'a': 1}]|tojson(indent=4, sort_keys=true) }}",
+    "{{ {'a': [1]}|tojson(indent=1)|indent }} {{ 'a\n\nb'|indent(2, true) }} {{ 'a\u2028b'|indent('> ', blank=true) }}",
     "{{ [[1]]|tojson(indent='--') }} {{ [[1]]|tojson(indent=-1) }} {{ [[1]]|tojson(indent='') }}",
     "{{ {'é': '<'}|tojson(ensure_ascii=true, separators=(',', ':')) }} {{ messages[0]|tojson|string|length }}",
     "{{ ' ab '.strip() }} {{ 'xab'.lstrip('x') }} {{ 'abx'.rstrip('x') }} {{ 'a b'.split() }}",
