@@ -195,8 +195,6 @@ class Options:
         """Load the model that these options name, with their ring."""
         from ringkv.engine import Engine
 
-        if self.quiet:  # huggingface_hub reads it when it is imported
-            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         ring = self.ring()
         machine = self.given("device", "dtype", "backend", "revision", "threads", "seed")
         engine = Engine.from_pretrained(self.model, ring=ring, lanes=lanes, **machine)

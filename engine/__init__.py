@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ringkv.engine.cost import bytes_read
     from ringkv.engine.engine import Engine
     from ringkv.engine.host_memory import free_memory
+    from ringkv.engine.idle import fixed_seeds
     from ringkv.engine.loading import resolve_runtime
     from ringkv.engine.memory import Planner, settle
     from ringkv.engine.policies import policy_table
@@ -35,6 +36,7 @@ _NAMES = {
     "engine.cost": "bytes_read",
     "engine.engine": "Engine",
     "engine.host_memory": "free_memory",
+    "engine.idle": "fixed_seeds",
     "engine.loading": "resolve_runtime",
     "engine.memory": "Planner settle",
     "engine.policies": "policy_table",

@@ -65,7 +65,7 @@ def _control_groups(root: Path) -> Iterator[int]:
         groups["v2" if not controllers else "v1" if "memory" in controllers.split(",") else controllers] = group
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, about = line.partition(" - ")
-        kind, _, options = about.split(maxsplit=2)
+        kind, *_, options = about.split()  # between them stands a source, which may be empty
         version = {"cgroup2": "v2", "cgroup": "v1" if "memory" in options.split(",") else ""}.get(kind, "")
         if version not in groups:
             continue

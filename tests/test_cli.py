@@ -405,6 +405,9 @@ def test_options_that_do_nothing_are_named(tiny, tmp_path):
     assert (code, first["ringkv"]["warnings"]) == (0, [seed])
     assert second["ringkv"]["warnings"][1].startswith("temperature beside params does nothing")
     assert f"results with warnings: 2; the first warning: {seed}" in err
+    score = ["score", str(tmp_path / "in.jsonl"), "-m", str(tiny), *TINY, "--seed", "-1"]
+    assert CliRunner().invoke(app, score).stderr == f"warning: {seed}\n"
+    assert json.loads(CliRunner().invoke(app, [*score, "--json"]).stdout)["warnings"] == [seed]
 
 
 def test_score(tiny, tmp_path):

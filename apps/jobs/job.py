@@ -66,6 +66,7 @@ class Job:
         output: "-" is stdout: nothing is locked, kept beside it or resumed.
         params: for every row, but for what the row sets itself; the seed is the run's.
         settings: what else the tokens depend on (model, ring, dtype, backend, lanes, ...), by name, in JSON types.
+        generation_config: gives the checkpoint's; it is asked where a new run's seed hangs on it.
         retry_errors: generate again what has an error.
 
     Raises:
@@ -80,6 +81,7 @@ class Job:
         params: SamplingParams,
         settings: Mapping[str, Any],
         *,
+        generation_config: Callable[[], Mapping[str, Any]] = dict,
         retry_errors: bool = False,
     ) -> None:
         if "-" not in (source, output) and same_file(Path(source), Path(output)):
@@ -88,7 +90,7 @@ class Job:
         self.params = params
         self.results = StdoutResults() if output == "-" else Results(Path(output))
         try:
-            self.seed = self._agree(settings, retry_errors)
+            self.seed = self._agree(settings, generation_config, retry_errors)
         except BaseException:
             self.results.close()
             raise
@@ -195,10 +197,13 @@ class Job:
         n = self._sampling[row.key].n if row.key in self._sampling else 1
         return [(row.key, sample) for sample in range(n)]
 
-    def _agree(self, settings: Mapping[str, Any], retry_errors: bool) -> int:
+    def _agree(
+        self, settings: Mapping[str, Any], generation_config: Callable[[], Mapping[str, Any]], retry_errors: bool
+    ) -> int:
         """Compare with what lies beside the output, mend the output, and return the run's seed."""
         given, results = self.params.seed, self.results
-        seed = effective_seed(given, None, 0, Sampling.resolve(self.params, {}).greedy)
+        drawn = given is None and (isinstance(results, StdoutResults) or results.empty)
+        seed = effective_seed(given, None, 0, drawn and Sampling.resolve(self.params, generation_config()).greedy)
         if isinstance(results, StdoutResults):
             return seed
         sampling = {name: value for name, value in dataclasses.asdict(self.params).items() if name != "seed"}

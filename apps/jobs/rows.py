@@ -30,6 +30,7 @@ _OPTIONS = {
     *("max_completion_tokens", "max_new_tokens", "min_new_tokens", "max_length", "stop_sequences", "stop_strings"),
     *("frequency_penalty", "length_penalty", "num_beams", "num_return_sequences", "do_sample", "typical_p"),
     *("enable_thinking", "reasoning_effort", "chat_template", "chat_template_kwargs", "top_logprobs"),
+    *("parameters", "sampling_params", "sampling_parameters", "generation_config"),
 }
 
 
@@ -63,7 +64,8 @@ class Row:
     @property
     def warnings(self) -> list[str]:
         """A line for the carried fields that look like options: what stands beside ``params`` does nothing."""
-        found = [name for name in self.carried if re.sub("([a-z])([A-Z])", r"\1_\2", name).lower() in _OPTIONS]
+        plain = {name: re.sub("(?<=[a-z])(?=[A-Z])|-", "_", name).lower() for name in self.carried}
+        found = [name for name in plain if plain[name] in _OPTIONS]
         does, it = ("does", "it is") if len(found) == 1 else ("do", "they are")
         beside = f"{', '.join(found)} beside params {does} nothing: {it} carried through"
         return [f"{beside}; accepted in params are names of SamplingParams"] if found else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from ringkv.apps.jobs.job import Job, Status
 from ringkv.apps.options import SAMPLING_FIELDS, Options, argument_text
 from ringkv.apps.process import INTERRUPTED, note
-from ringkv.engine import ModelConfig, SamplingParams, open_config, resolve_runtime
+from ringkv.engine import ModelConfig, SamplingParams, open_checkpoint, open_config, resolve_runtime
 from ringkv.errors import RingkvError
 
 # What tokens do not depend on, and what is recorded apart, with the seed.
@@ -46,7 +46,11 @@ def run_file(
     _, keys = open_config(options.model, revision=options.revision)
     runtime = resolve_runtime(ModelConfig.from_hf(keys), **options.given("device", "dtype", "backend"))
     settings["backend"] = runtime.backend
-    with Job(input, output, params, settings, retry_errors=retry_errors) as job:
+
+    def generation_config() -> Mapping[str, Any]:
+        return open_checkpoint(options.model, revision=options.revision).generation_config
+
+    with Job(input, output, params, settings, generation_config=generation_config, retry_errors=retry_errors) as job:
         if job.missing:
             with options.engine(lanes) as engine, progress(job.status, options.quiet) as on_result:
                 status = job.run(functools.partial(engine.iterate, raw=options.raw), on_result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ringkv.engine import Engine
+from ringkv.engine import Engine, fixed_seeds
 
 
 def score_text(engine: Engine, text: str, seed: int | None = None) -> dict[str, Any]:
@@ -29,4 +29,5 @@ def score_text(engine: Engine, text: str, seed: int | None = None) -> dict[str, 
         **engine.about(),
         "ring": {"budget": ring.budget, "window": ring.window},
         "policy": ring.policy.name,
+        "warnings": fixed_seeds(seed),
     }

@@ -12,7 +12,7 @@ from ringkv.apps.measure import peer
 from ringkv.apps.measure.bench import Bench, copy_bandwidth, machine
 from ringkv.apps.measure.score import score_text
 from ringkv.apps.options import Options, listed, number
-from ringkv.apps.process import say
+from ringkv.apps.process import note, say
 from ringkv.errors import size
 
 
@@ -63,6 +63,8 @@ def run_score(options: Options, text: str, *, json: bool) -> None:
     else:
         nats, perplexity = figures["nll_per_token"], figures["perplexity"]
         say(f"{nats:.4f} nats a token, perplexity {perplexity:.2f}, {figures['tokens']} tokens\n")
+        for warning in figures["warnings"]:
+            note(f"warning: {warning}")
 
 
 def print_cards(rows: list[dict[str, Any]]) -> None:

@@ -18,7 +18,8 @@ from ringkv.models.tokenizer import Tokenizer
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,200}\.safetensors")
+# Of any script, but in no other folder, and no pattern of several names.
+_SHARD_NAME = re.compile(r"[^./\\*?[\]][^/\\*?[\]]*\.safetensors")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FP8 = "F8_E4M3"
 # Bytes of a file that are read at a time, and after which its mapping is dropped: pages of a mapping count as
@@ -175,7 +176,8 @@ def read_index(path: Path) -> dict[str, str]:
     if not isinstance(index, dict) or not index:
         raise RingkvError(f"{path}: weight_map = {short(index)}: accepted is an object of tensor and shard names")
     for shard in index.values():
-        if not isinstance(shard, str) or not _SHARD_NAME.fullmatch(shard):
+        named = isinstance(shard, str) and shard.isprintable() and _SHARD_NAME.fullmatch(shard)
+        if not named or len(shard.encode()) > 255:
             raise RingkvError(f"{path}: shard {short(shard)}: accepted is a *.safetensors name in the same folder")
     return index
 

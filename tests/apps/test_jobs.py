@@ -155,6 +155,8 @@ def test_a_result_is_the_carried_fields_the_id_and_a_completion(tmp_path):
         ({"max_tokens": 5}, "max_tokens beside params does nothing: it is carried through"),
         ({"temperature": 0, "tools": []}, "temperature, tools beside params do nothing: they are carried through"),
         ({"maxTokens": 5, "x": 1}, "maxTokens beside params does nothing: it is carried through"),
+        ({"max-tokens": 5}, "max-tokens beside params does nothing: it is carried through"),
+        ({"samplingParams": {}}, "samplingParams beside params does nothing: it is carried through"),
         ({"system": "Be brief."}, "system beside params does nothing: it is carried through"),
         ({"text": "a", "output": "b", "generation": "c", "answer": "d", "tokens": 3}, None),
         ({}, None),
@@ -874,13 +876,21 @@ def test_killed_thirty_times(tmp_path, tiny_checkpoint):
     assert sum(line["ringkv"]["ring"]["evictions"] for line in lines(output)) > 80
 
 
-@pytest.mark.parametrize("temperature, seed", [(0, 0), (1e-6, 0), (1e-5, None), (None, None)])
-def test_a_greedy_run_without_a_seed_has_the_seed_of_a_greedy_request(tmp_path, temperature, seed):
+@pytest.mark.parametrize(
+    "temperature, file, seed",
+    [
+        *((0, {}, 0), (1e-6, {}, 0), (1e-5, {}, None), (None, {}, None)),
+        *((None, {"do_sample": False}, 0), (0.5, {"do_sample": False}, None), (None, {"temperature": 0.0}, 0)),
+    ],
+)
+def test_a_greedy_run_without_a_seed_has_the_seed_of_a_greedy_request(tmp_path, temperature, file, seed):
     """Oracle: ``effective_seed`` of an engine without a seed: 0 where it is greedy, else drawn."""
     source = write_rows(tmp_path / "in.jsonl", {"prompt": "Hi"})
     seeds = []
     for name in ("a", "b"):
-        run(source, tmp_path / f"{name}.jsonl", SamplingParams(temperature=temperature))
+        params = SamplingParams(temperature=temperature)
+        run(source, tmp_path / f"{name}.jsonl", params, generation_config=lambda: file)
+        run(source, tmp_path / f"{name}.jsonl", params, generation_config=None)  # nobody asks where it goes on
         seeds.append(json.loads((tmp_path / f"{name}.jsonl.ringkv.json").read_text())["seed"])
     if seed is None:
         assert seeds[0] != seeds[1]

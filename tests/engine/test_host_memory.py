@@ -127,9 +127,11 @@ def test_a_container_sees_its_own_group_at_the_mount(root, inside):
     assert root.free == 5 * GIB
 
 
-def test_a_mount_whose_name_has_a_space(root):
+@pytest.mark.parametrize("source", ["- cgroup2 cgroup2 ", "- cgroup2  "])
+def test_a_mount_whose_name_has_a_space_or_whose_source_has_none(root, source):
     root.write("proc/self/cgroup", "0::/me")
-    root.write("proc/self/mountinfo", V2_MOUNT.format(top="/").replace("/cgroup rw", "/cgroup/two\\040words rw"))
+    mount = V2_MOUNT.format(top="/").replace("/cgroup rw", "/cgroup/two\\040words rw")
+    root.write("proc/self/mountinfo", mount.replace("- cgroup2 cgroup2 ", source))
     root.group("two words/me", **V2)
     assert root.free == 5 * GIB
 

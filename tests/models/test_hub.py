@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -202,7 +203,7 @@ class Hub(BaseHTTPRequestHandler):
             ]
             self._send(json.dumps(files).encode())
         elif path.startswith(f"/{HUB_ID}/resolve/{SHA}/"):
-            name = path.rpartition("/")[2]
+            name = unquote(path.rpartition("/")[2])
             self.asked.append(name)
             number = sorted(file.name for file in self.folder.iterdir()).index(name)
             self._send((self.folder / name).read_bytes(), 200, {"ETag": f'"{number:040x}"', "X-Repo-Commit": SHA})
@@ -273,7 +274,9 @@ def renamed(folder: Path, name: Callable[[int], str]) -> set[str]:
     return set(names.values())
 
 
-@pytest.mark.parametrize("name", ["pytorch_model-{:05}-of-00009.safetensors", "weights.{:02}.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model-{:05}-of-00009.safetensors", "weights.{:02}.safetensors", "_모델 {}.safetensors"]
+)
 def test_shards_are_those_that_the_index_names(
     name: str, served: type[Hub], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,8 +276,19 @@ def test_shards_that_disagree_with_the_index_are_refused(folder: Callable[..., P
 
 @pytest.mark.parametrize(
     "shard",
-    [f"{prefix}model.safetensors" for prefix in ("../", "/etc/", "sub/", "a\\", "a\n", "a\0", "m" * 300)]
-    + ["..", "", ".safetensors", "model.bin", 7, None, ["model.safetensors"]],
+    [f"{prefix}model.safetensors" for prefix in ("../", "/etc/", "sub/", "a\\", "a\n", "a\0", "m" * 300, "형" * 90)]
+    + [
+        "..",
+        "",
+        ".safetensors",
+        "..safetensors",
+        "[a].safetensors",
+        "\ud800.safetensors",
+        "model.bin",
+        7,
+        None,
+        ["model.safetensors"],
+    ],
 )
 def test_a_shard_name_that_leaves_the_folder_is_refused(shard: Any, folder: Callable[..., Path]) -> None:
     path = folder("llama", shards=True)
