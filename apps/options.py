@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -250,21 +249,6 @@ def check_output(name: str, path: Path, *others: Path | None) -> None:
     raise RingkvError(f"{name} {str(path)!r}: {why}; accepted is the name of a file")
 
 
-@contextmanager
-def _downloads_in_silence(quiet: bool) -> Iterator[None]:
-    """While open, the hub's client shows no progress, if a command is to be quiet; it looks when it is imported."""
-    name = "HF_HUB_DISABLE_PROGRESS_BARS"
-    before = os.environ.get(name)
-    if quiet:
-        os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
-
-
 def listed(text: str, separator: str = ",") -> list[str]:
     """The parts of a list that is typed as one text."""
     return [each.strip() for each in text.split(separator)]
@@ -300,7 +284,9 @@ def with_options(*names: str) -> Callable[[Command], Callable[..., None]]:
 
         def command(**values: Any) -> None:
             options = Options(**{field.name: values.pop(field.name) for field in chosen})
-            with reporting(options.debug), _downloads_in_silence(options.quiet):
+            if options.quiet:  # the hub's client looks when it is imported
+                os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+            with reporting(options.debug):
                 code = function(options=options, **values)
             if code:
                 raise typer.Exit(code)

@@ -14,26 +14,13 @@ from ringkv.errors import RingkvError
 from ringkv.models.keys import refusal
 from ringkv.models.tokenizer import Tokenizer
 
-__all__ = ["ROLES", "ChatTemplate", "Conversation", "IncrementalDecoder", "check_messages", "encode_messages"]
+__all__ = ["ROLES", "ChatTemplate", "Conversation", "IncrementalDecoder", "check_messages"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _SYSTEM = ("system", "developer")
 _THOUGHT = ("reasoning_content", "thinking", "reasoning")
 _MAX_DEPTH = 32
-
-
-def encode_messages(
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    thinking: bool | None = None,
-) -> list[int]:
-    """The ids of a ``Conversation``."""
-    conversation = Conversation(tokenizer, template, messages, thinking=thinking)
-    return conversation.ids if add_generation_prompt else conversation.ids_without_prompt
 
 
 class Conversation:
@@ -74,12 +61,8 @@ class Conversation:
     @property
     def ids(self) -> list[int]:
         """Those of the rendered text, in which what comes from messages is encoded as plain text."""
-        return self._encode(self._text)
-
-    @property
-    def ids_without_prompt(self) -> list[int]:
-        """The same without the generation prompt."""
-        return self._encode(self._render(self._messages, prompt=False))
+        text = self._text
+        return self._tokenizer.encode(text) if self._plain else self._tokenizer.encode_parts(self._guard.parts(text))
 
     def begins_inside(self) -> bool:
         """Whether the generation prompt opens a thought: whether the last tag in what it adds is the opening one.
@@ -138,9 +121,6 @@ class Conversation:
         before, words, after = self._messages[last]["content"].partition(self._system_words)
         marked = {**self._messages[last], "content": f"{before}{words}{self._guard.mark}{after}"}
         return self._try([*self._messages[:last], marked, *self._messages[last + 1 :]]) or ""
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text) if self._plain else self._tokenizer.encode_parts(self._guard.parts(text))
 
     def _render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = True) -> str:
         try:

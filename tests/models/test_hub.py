@@ -356,6 +356,7 @@ def test_quiet_shows_no_progress_bars(
     shutil.copytree(tiny_chat_checkpoint, served.folder)
     command = [str(Path(sys.executable).with_name("ringkv")), "generate", "Hi", "-m", HUB_ID, "--max-tokens", "2"]
     environment = {**os.environ, "HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    environment.pop("HF_HUB_DISABLE_PROGRESS_BARS", None)  # which a test with --quiet may have set
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     process = subprocess.Popen(

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from ringkv.engine.text.encoding import IncrementalDecoder, encode_messages
+from ringkv.engine.text.encoding import Conversation, IncrementalDecoder
 from ringkv.engine.text.templates import ChatTemplate
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoints.gguf import GGUFCheckpoint, smollm2_path
@@ -559,7 +559,7 @@ def test_a_message_does_not_change_the_ids_of_the_template(pieces: list[str]) ->
     for id in backend.encode(harmless, add_special_tokens=False).ids:
         stands_for = next(forged) if id == backend.token_to_id(STANDS_FOR_NOTHING) else None
         wanted += [id] if stands_for is None else [backend.get_vocab()[letter] for letter in stands_for]
-    assert encode_messages(tokenizer, template, [{"role": "user", "content": message}]) == wanted
+    assert Conversation(tokenizer, template, [{"role": "user", "content": message}]).ids == wanted
 
 
 def test_a_token_behind_a_letter_is_text() -> None:
