@@ -231,7 +231,9 @@ class Prompts:
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise RingkvError("prompt: this engine has no tokenizer; give token ids")
+            raise RingkvError(
+                "prompt: the model came without a tokenizer (in a folder: tokenizer.json); give token ids"
+            )
         return self.tokenizer
 
     def _fit(self, n: int, sampling: Sampling) -> Sampling:

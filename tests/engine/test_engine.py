@@ -395,9 +395,13 @@ def test_past_max_position_embeddings():
     assert engine.generate(prompt(10), params(max_tokens=54)).warnings == []
 
 
-def test_stop_strings_need_a_tokenizer():
+def test_texts_and_stop_strings_need_a_tokenizer():
     with pytest.raises(RingkvError, match="stop: this engine has no tokenizer"):
         tiny_engine().generate(prompt(3), params(stop="END"))
+    with pytest.raises(
+        RingkvError, match=r"^prompt: the model came without a tokenizer \(in a folder: tokenizer.json\)"
+    ):
+        tiny_engine().generate("Hi", raw=True)
 
 
 @pytest.mark.parametrize(
