@@ -312,11 +312,16 @@ def mutate_special_tokens(rng: random.Random, folder: Path) -> str:
         texts = rng.sample(["<x>", "<y>", "<|im_end|>", "</s>", "<think>", "Why", "s"], rng.randrange(1, 4))
         tokens: list[Any] = [rng.choice([text, named(rng, text)]) for text in texts]
         decoder = {str(size + i): named(rng, text) for i, text in enumerate(texts)}
+        specific = "model_specific_special_tokens"
         name, key, value = rng.choice(
             [
                 ("tokenizer_config", "added_tokens_decoder", decoder),
                 ("tokenizer_config", rng.choice(["extra_special_tokens", "additional_special_tokens"]), tokens),
-                ("tokenizer_config", "extra_special_tokens", {f"{text}_token": text for text in texts}),
+                (
+                    "tokenizer_config",
+                    rng.choice(["extra_special_tokens", specific]),
+                    {f"{one}_token": one for one in texts},
+                ),
                 ("tokenizer_config", rng.choice(["eos_token", "pad_token", "image_token", "a_token"]), tokens[0]),
                 ("special_tokens_map", rng.choice(["eos_token", "unk_token", "image_token"]), tokens[0]),
                 ("special_tokens_map", rng.choice(["extra_special_tokens", "additional_special_tokens"]), texts),
