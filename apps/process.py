@@ -182,8 +182,12 @@ def _told(error: Exception) -> str:
 
 @contextmanager
 def handling_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """While open, Ctrl-C and SIGTERM call this. A signal that is ignored, as shells may ask for, stays ignored."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """While open, Ctrl-C and SIGTERM call this. A signal that is ignored, as shells may ask for, stays ignored.
+
+    In a thread, which Python lets handle none, nothing happens.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in numbers}
     before = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
     try:
         for number in before:

@@ -23,6 +23,10 @@ except ImportError:  # Windows
 Unit = tuple[str, int]  # row id as a string, sample
 
 
+class UnwrittenError(Exception):
+    """A result could not be written, and the file is as it was."""
+
+
 class StdoutResults:
     """Results on stdout, flushed line by line. Nothing is there to resume."""
 
@@ -85,9 +89,12 @@ class Results:
         """Write a result. It is on the disk when this returns.
 
         Raises:
-            OSError: it is not, and the file is as it was.
+            UnwrittenError: it is not; the reason in words.
         """
-        self._write(_line(record))
+        try:
+            self._write(_line(record))
+        except OSError as error:
+            raise UnwrittenError(error.strerror) from error
         unit, failed = _unit(record)
         self.done[unit] = failed
 
