@@ -15,9 +15,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: os._exit(130))
-    from ringkv.cli import app
+    from ringkv.cli import main as run
 
-    app()
+    run()
 
 
 if __name__ == "__main__":

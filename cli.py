@@ -200,3 +200,8 @@ def _root(context: typer.Context, version: bool = typer.Option(False, "--version
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringkv.apps.chat.transcript import PARAMS, Transcript
+from ringkv.apps.chat.transcript import PARAMS, Messages, read_transcript, write_transcript
 from ringkv.engine import ANSWER, THINKING, Completion, Engine, Progress, Sampling, SamplingParams, StreamEvent
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, naming
 
 Events = Generator[StreamEvent, None, None]
 _UNFINISHED = ("length", "cancelled")
@@ -31,8 +31,8 @@ class _Answer:
         unfinished: whether a limit or an interrupt stopped it.
     """
 
-    turns: list[dict[str, str]]
-    prompt: list[dict[str, str]]
+    turns: Messages
+    prompt: Messages
     thinking: bool | str
     ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -85,14 +85,14 @@ class ChatSession:
         self.system: str | None = None
         self.set_system(system)
         engine.prompts.encode([{"role": "user", "content": "Hi"}])
-        self.turns: list[dict[str, str]] = []
+        self.turns: Messages = []
         self.last: Completion | None = None
         self._answer: _Answer | None = None
         self._seed: int | None = None  # params.seed when the last question was asked
         self._totals = {"answers": 0, "tokens": 0, "evictions": 0}
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> Messages:
         """The history as the template gets it."""
         return self._with_system(self.turns)
 
@@ -145,7 +145,7 @@ class ChatSession:
         events = self.engine.stream(answer.prompt, params, on_prefill=on_prefill, begun=answer.ids)
         return self._take(answer, self._spaced(events) if answer.ids else events)
 
-    def _ask(self, turns: list[dict[str, str]], params: SamplingParams, on_prefill: Progress | None) -> Events:
+    def _ask(self, turns: Messages, params: SamplingParams, on_prefill: Progress | None) -> Events:
         answer = _Answer(turns, self._with_system(turns), params.thinking)
         events = self.engine.stream(answer.prompt, params, on_prefill=on_prefill)
         self._seed = self.params.seed
@@ -235,7 +235,7 @@ class ChatSession:
 
     def save(self, path: str | Path) -> None:
         """Write messages and options as JSON; at every moment the file is the old one or the new one."""
-        Transcript(self.engine.name, self.messages, self.params).write(path)
+        write_transcript(path, self.engine.name, self.messages, self.params)
 
     def load(self, path: str | Path) -> None:
         """Go on from a saved conversation, with its options; nothing changes where it is refused.
@@ -243,15 +243,14 @@ class ChatSession:
         Raises:
             RingkvError: a file that cannot be read, that holds no conversation, or none that this model can go on with.
         """
-        saved = Transcript.read(path)
-        try:
-            params = self._checked(saved.params)
-            if saved.messages:
-                self.engine.prompts.encode(saved.messages)
-        except RingkvError as error:
-            raise RingkvError(f"load: {str(path)!r}: {error}") from None
+        messages, params = read_transcript(path)
+        with naming(f"load: {str(path)!r}"):
+            self._checked(params)
+            if messages:
+                self.engine.prompts.encode(messages)
         self.reset()
-        self.system, self.turns, self.params = saved.system, saved.turns, params
+        self.system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+        self.turns, self.params = messages, params
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
         """The params, if this model and ring can answer with them."""
@@ -260,5 +259,5 @@ class ChatSession:
         self.engine.prompts.prepare([0], params, index=0, raw=False)
         return params
 
-    def _with_system(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
+    def _with_system(self, turns: Messages) -> Messages:
         return [*([{"role": "system", "content": self.system}] if self.system is not None else []), *turns]
