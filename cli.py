@@ -128,8 +128,7 @@ def plan(
 ) -> None:
     """Show what an engine takes of the memory, from the configuration alone: no weight is loaded."""
     from ringkv.apps.console import print_json
-    from ringkv.apps.plan.estimate import estimate
-    from ringkv.apps.plan.terminal import print_plan
+    from ringkv.apps.plan.estimate import estimate, print_plan
 
     given = options.given("device", "dtype", "revision")
     figures = estimate(options.checkpoint(checkpoint), options.ring(), lanes, prompt=prompt, memory=memory, **given)

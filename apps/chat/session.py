@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -40,15 +41,6 @@ class _Answer:
     seed: int | None = None
     channel: str = ANSWER
     unfinished: bool = False
-
-    def take(self, event: StreamEvent) -> None:
-        """Add what an event brings."""
-        self.ids += event.token_ids
-        self.channel = event.channel
-        if event.channel == ANSWER:
-            self.text += event.text
-        else:
-            self.thought += event.text
 
 
 class ChatSession:
@@ -89,7 +81,7 @@ class ChatSession:
         self.last: Completion | None = None
         self._answer: _Answer | None = None
         self._seed: int | None = None  # params.seed when the last question was asked
-        self._totals = {"answers": 0, "tokens": 0, "evictions": 0}
+        self._totals = Counter(answers=0, tokens=0, evictions=0)
 
     @property
     def messages(self) -> Messages:
@@ -155,7 +147,12 @@ class ChatSession:
         with closing(events):
             try:
                 for event in events:
-                    answer.take(event)
+                    answer.ids += event.token_ids
+                    answer.channel = event.channel
+                    if event.channel == ANSWER:
+                        answer.text += event.text
+                    else:
+                        answer.thought += event.text
                     if event.completion is not None:
                         self._keep(answer, event.completion)
                     yield event
@@ -167,9 +164,7 @@ class ChatSession:
     def _keep(self, answer: _Answer, done: Completion | None) -> None:
         self.last = done
         if done is not None:
-            self._totals["answers"] += 1
-            self._totals["tokens"] += done.completion_tokens
-            self._totals["evictions"] += done.ring["evictions"]
+            self._totals.update(answers=1, tokens=done.completion_tokens, evictions=done.ring["evictions"])
             if done.error is not None:
                 return
             answer.seed = done.ring["seed"]

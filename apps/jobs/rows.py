@@ -155,14 +155,11 @@ def parse_object(line: bytes) -> dict[str, Any]:
         raise RingkvError(f"accepted is a JSON object; this is a {type(value).__name__}")
     level: list[Any] = [value]
     for _ in range(DEEPEST):
-        level = [one for each in level for one in (each.values() if isinstance(each, dict) else each) if _nests(one)]
+        inner = (one for each in level for one in (each.values() if isinstance(each, dict) else each))
+        level = [one for one in inner if isinstance(one, (dict, list))]
         if not level:
             return value
     raise RingkvError(_TOO_DEEP)
-
-
-def _nests(value: Any) -> bool:
-    return isinstance(value, (dict, list))
 
 
 def _number(text: str) -> float:
