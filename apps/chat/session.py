@@ -58,7 +58,7 @@ class ChatSession:
     Attributes:
         turns: {role, content}, user and assistant in turn, without the system message.
         last: the completion of the last answer.
-        thought: the last answer's.
+        on_prefill: called as a prompt is read; see ``Engine.stream``.
 
     Raises:
         RingkvError: an option that the engine refuses, or a model without a chat template.
@@ -79,6 +79,7 @@ class ChatSession:
         engine.prompts.encode([{"role": "user", "content": "Hi"}])
         self.turns: Messages = []
         self.last: Completion | None = None
+        self.on_prefill: Progress | None = None
         self._answer: _Answer | None = None
         self._seed: int | None = None  # params.seed when the last question was asked
         self._totals = Counter(answers=0, tokens=0, evictions=0)
@@ -98,29 +99,26 @@ class ChatSession:
         """Whether the last answer was cut off by a limit or an interrupt."""
         return self._answer is not None and self._answer.unfinished
 
-    def send(self, text: str, on_prefill: Progress | None = None) -> Events:
+    def send(self, text: str) -> Events:
         """Ask. The history grows when the answer ends; closing the iterator stops it and keeps what came.
-
-        Args:
-            on_prefill: see ``Engine.stream``.
 
         Raises:
             RingkvError: nothing to send, or a conversation that the engine refuses.
         """
         if not isinstance(text, str) or not text.strip():
             raise RingkvError.bad("message", text, "a text that is not empty")
-        return self._ask([*self.turns, {"role": "user", "content": text}], self.params, on_prefill)
+        return self._ask([*self.turns, {"role": "user", "content": text}], self.params)
 
-    def retry(self, on_prefill: Progress | None = None) -> Events:
+    def retry(self) -> Events:
         """Ask the last question again, with the next seed unless ``set`` gave another; replaces its answer."""
         if not self.turns:
             raise RingkvError("retry: nothing was asked yet")
         params = self.params
         if self._answer is not None and self._answer.seed is not None and params.seed == self._seed:
             params = params.replace(seed=(self._answer.seed + 1) % 2**64)
-        return self._ask(self.turns[:-1], params, on_prefill)
+        return self._ask(self.turns[:-1], params)
 
-    def resume(self, on_prefill: Progress | None = None) -> Events:
+    def resume(self) -> Events:
         """Go on with an answer that was cut off. Its tokens are read again as part of the prompt, thought included.
 
         Raises:
@@ -134,12 +132,12 @@ class ChatSession:
         answer = self._whole(self._answer)
         seed = self.params.seed if answer.seed is None else answer.seed
         params = self.params.replace(seed=seed, thinking=answer.thinking)
-        events = self.engine.stream(answer.prompt, params, on_prefill=on_prefill, begun=answer.ids)
+        events = self.engine.stream(answer.prompt, params, on_prefill=self.on_prefill, begun=answer.ids)
         return self._take(answer, self._spaced(events) if answer.ids else events)
 
-    def _ask(self, turns: Messages, params: SamplingParams, on_prefill: Progress | None) -> Events:
+    def _ask(self, turns: Messages, params: SamplingParams) -> Events:
         answer = _Answer(turns, self._with_system(turns), params.thinking)
-        events = self.engine.stream(answer.prompt, params, on_prefill=on_prefill)
+        events = self.engine.stream(answer.prompt, params, on_prefill=self.on_prefill)
         self._seed = self.params.seed
         return self._take(answer, events)
 

@@ -130,7 +130,8 @@ class Terminal:
             keys = held_back(sys.stdin.fileno()) if self.typed and self.drawn else nullcontext()
             with self.interruptible() as came, keys:
                 try:
-                    reply = handle(self.session, line, self._prefill(came))
+                    self.session.on_prefill = self._prefill(came)
+                    reply = handle(self.session, line)
                     if reply.quit:
                         return failed
                     if reply.text:
