@@ -19,26 +19,18 @@ _HOME = {
     "register_policy": "ringkv.engine.policies",
 }
 
-__all__ = [
-    "Completion",
-    "Engine",
-    "Policy",
-    "ReFreeKV",
-    "RingConfig",
-    "RingkvError",
-    "SamplingParams",
-    "StreamEvent",
-    "__version__",
-    "register_policy",
-]
+__all__ = [*_HOME, "__version__"]
 
 if TYPE_CHECKING:
-    from ringkv.engine.completion import Completion, StreamEvent
-    from ringkv.engine.config import RingConfig, SamplingParams
-    from ringkv.engine.engine import Engine
-    from ringkv.engine.policies import Policy, register_policy
-    from ringkv.engine.retention import ReFreeKV
-    from ringkv.errors import RingkvError
+    from ringkv.engine.completion import Completion as Completion
+    from ringkv.engine.completion import StreamEvent as StreamEvent
+    from ringkv.engine.config import RingConfig as RingConfig
+    from ringkv.engine.config import SamplingParams as SamplingParams
+    from ringkv.engine.engine import Engine as Engine
+    from ringkv.engine.policies import Policy as Policy
+    from ringkv.engine.policies import register_policy as register_policy
+    from ringkv.engine.retention import ReFreeKV as ReFreeKV
+    from ringkv.errors import RingkvError as RingkvError
 
 
 def __getattr__(name: str) -> object:

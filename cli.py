@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -41,40 +41,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-Checkpoint = Annotated[
-    str | None, typer.Argument(help="The model, as --model takes it.", metavar="MODEL", show_default=False)
-]
+CHECKPOINT = typer.Argument(None, help="The model, as --model takes it.", metavar="MODEL", show_default=False)
+PROMPT = typer.Argument(
+    None, help="The prompt; - reads it from stdin.", metavar="PROMPT", show_default=False, parser=argument_text
+)
+TEXT = typer.Argument(..., help="A text file; - is stdin.", metavar="FILE")
+TRACE = typer.Argument(..., help="What `ringkv generate --trace FILE` wrote.", metavar="FILE", show_default=False)
 
 
 @app.command()
 @with_options()
 def generate(
     options: Options,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            help="The prompt; - reads it from stdin.", metavar="PROMPT", show_default=False, parser=argument_text
-        ),
-    ] = None,
-    prompt_file: Annotated[Path | None, option("Read the prompt from a file.", OUTPUT, metavar="FILE")] = None,
-    input: Annotated[
-        str | None, option("A file of prompts, one JSON object a line; - is stdin.", OUTPUT, metavar="FILE")
-    ] = None,
-    output: Annotated[
-        str | None, option("Where the results go, one a line; - is stdout.", OUTPUT, metavar="FILE")
-    ] = None,
-    retry_errors: Annotated[bool, flag("With --input: generate failed rows again.", OUTPUT, "--retry-errors")] = False,
-    n: Annotated[Any, numeric("Samples of each prompt (1).", SAMPLING, "-n")] = 1,
-    lanes: Annotated[
-        Any,
-        numeric(
-            "Sequences that run at once (1; 4 for a file of prompts), or auto: what fits.", MACHINE, metavar="INT|auto"
-        ),
-    ] = None,
-    json: Annotated[bool, flag("Print the completion as JSON.", OUTPUT, "--json")] = False,
-    trace: Annotated[
-        Path | None, option("Record where every token goes, for `ringkv trace` to draw.", OUTPUT, metavar="FILE")
-    ] = None,
+    prompt: str | None = PROMPT,
+    prompt_file: Path | None = option("Read the prompt from a file.", OUTPUT, metavar="FILE"),
+    input: str | None = option("A file of prompts, one JSON object a line; - is stdin.", OUTPUT, metavar="FILE"),
+    output: str | None = option("Where the results go, one a line; - is stdout.", OUTPUT, metavar="FILE"),
+    retry_errors: bool = flag("With --input: generate failed rows again.", OUTPUT, "--retry-errors"),
+    n: Any = numeric("Samples of each prompt (1).", SAMPLING, "-n", default=1),
+    lanes: Any = numeric(
+        "Sequences that run at once (1; 4 for a file of prompts), or auto: what fits.", MACHINE, metavar="INT|auto"
+    ),
+    json: bool = flag("Print the completion as JSON.", OUTPUT, "--json"),
+    trace: Path | None = option("Record where every token goes, for `ringkv trace` to draw.", OUTPUT, metavar="FILE"),
 ) -> int:
     """Generate from one prompt, streaming the text to stdout, or from a file of prompts."""
     params = options.params(n=n)
@@ -97,11 +86,7 @@ def generate(
 
 @app.command()
 @with_options(*WHERE, "backend", "threads", "budget", "window", "policy", "sinks", "seed")
-def score(
-    options: Options,
-    file: Annotated[str, typer.Argument(help="A text file; - is stdin.", metavar="FILE")],
-    json: Annotated[bool, flag("Print a JSON object.", OUTPUT, "--json")] = False,
-) -> None:
+def score(options: Options, file: str = TEXT, json: bool = flag("Print a JSON object.", OUTPUT, "--json")) -> None:
     """Print the log-likelihood of a text under the ring, which reads it singly and evicts as generation does."""
     from ringkv.apps.measure.terminal import run_score
 
@@ -112,10 +97,9 @@ def score(
 @with_options()
 def chat(
     options: Options,
-    show_thinking: Annotated[
-        bool | None,
-        flag("Show thoughts (in a terminal, not in a pipe).", OUTPUT, "--show-thinking/--hide-thinking"),
-    ] = None,
+    show_thinking: bool | None = flag(
+        "Show thoughts (in a terminal, not in a pipe).", OUTPUT, "--show-thinking/--hide-thinking", default=None
+    ),
 ) -> int:
     """Hold a conversation. /help lists the commands; Ctrl-C stops an answer, and leaves at the prompt."""
     from ringkv.apps.chat.session import ChatSession
@@ -136,20 +120,15 @@ def chat(
 @with_options(*WHERE, *RING_FIELDS)
 def plan(
     options: Options,
-    checkpoint: Checkpoint = None,
-    prompt: Annotated[Any, numeric("Tokens of the prompt whose prefill must fit (4096).", RING)] = 4096,
-    lanes: Annotated[
-        Any, numeric("Sequences that run at once (1), or auto: what fits.", MACHINE, metavar="INT|auto")
-    ] = 1,
-    memory: Annotated[
-        str | None, option("The memory to fit into, such as 24GiB (what is free now).", MACHINE, metavar="SIZE")
-    ] = None,
-    json: Annotated[bool, flag("Print a JSON object.", OUTPUT, "--json")] = False,
+    checkpoint: str | None = CHECKPOINT,
+    prompt: Any = numeric("Tokens of the prompt whose prefill must fit (4096).", RING, default=4096),
+    lanes: Any = numeric("Sequences that run at once (1), or auto: what fits.", MACHINE, default=1, metavar="INT|auto"),
+    memory: str | None = option("The memory to fit into, such as 24GiB (what is free now).", MACHINE, metavar="SIZE"),
+    json: bool = flag("Print a JSON object.", OUTPUT, "--json"),
 ) -> None:
     """Show what an engine takes of the memory, from the configuration alone: no weight is loaded."""
     from ringkv.apps.console import print_json
-    from ringkv.apps.plan.estimate import estimate
-    from ringkv.apps.plan.terminal import print_plan
+    from ringkv.apps.plan.estimate import estimate, print_plan
 
     given = options.given("device", "dtype", "revision")
     figures = estimate(options.checkpoint(checkpoint), options.ring(), lanes, prompt=prompt, memory=memory, **given)
@@ -160,13 +139,9 @@ def plan(
 @with_options("debug")
 def trace(
     options: Options,
-    file: Annotated[
-        Path, typer.Argument(help="What `ringkv generate --trace FILE` wrote.", metavar="FILE", show_default=False)
-    ],
-    html: Annotated[
-        Path | None, option("Write a page: the text, shaded, over time; by layer and head.", OUTPUT, metavar="FILE")
-    ] = None,
-    png: Annotated[Path | None, option("Draw the survival map (needs matplotlib).", OUTPUT, metavar="FILE")] = None,
+    file: Path = TRACE,
+    html: Path | None = option("Write a page: the text, shaded, over time; by layer and head.", OUTPUT, metavar="FILE"),
+    png: Path | None = option("Draw the survival map (needs matplotlib).", OUTPUT, metavar="FILE"),
 ) -> None:
     """Show what the ring remembered of a generation: as a page, as a picture, or in a few lines."""
     from ringkv.apps.trace.terminal import show_trace
@@ -178,24 +153,21 @@ def trace(
 @with_options(*WHERE, "backend", "threads", "window", "retention", "sinks")
 def bench(
     options: Options,
-    checkpoint: Checkpoint = None,
-    budgets: Annotated[str, option("Budgets to measure (128,512).", MEASURED, metavar="INT,...")] = "128,512",
-    lanes: Annotated[str, option("Numbers of lanes to measure (1,4).", MEASURED, metavar="INT,...")] = "1,4",
-    policies: Annotated[
-        str,
-        option(
-            "Policies to measure (vase-attnv), with semicolons between them where one has a colon.",
-            MEASURED,
-            metavar="NAME,...",
-            choices=POLICY_NAMES,
-        ),
-    ] = "vase-attnv",
-    tokens: Annotated[Any, numeric("Tokens that each lane generates (96).", MEASURED)] = 96,
-    prompt: Annotated[Any, numeric("Tokens of the prompt (128).", MEASURED)] = 128,
-    compare: Annotated[
-        str | None,
-        option("Run the same tokens through transformers too.", MEASURED, metavar="PEER", choices=CHOICES["compare"]),
-    ] = None,
+    checkpoint: str | None = CHECKPOINT,
+    budgets: str = option("Budgets to measure (128,512).", MEASURED, default="128,512", metavar="INT,..."),
+    lanes: str = option("Numbers of lanes to measure (1,4).", MEASURED, default="1,4", metavar="INT,..."),
+    policies: str = option(
+        "Policies to measure (vase-attnv), with semicolons between them where one has a colon.",
+        MEASURED,
+        default="vase-attnv",
+        metavar="NAME,...",
+        choices=POLICY_NAMES,
+    ),
+    tokens: Any = numeric("Tokens that each lane generates (96).", MEASURED, default=96),
+    prompt: Any = numeric("Tokens of the prompt (128).", MEASURED, default=128),
+    compare: str | None = option(
+        "Run the same tokens through transformers too.", MEASURED, metavar="PEER", choices=CHOICES["compare"]
+    ),
 ) -> None:
     """Measure speed beside the least time that the memory allows; the last line is JSON."""
     from ringkv.apps.measure.terminal import run_bench
@@ -205,7 +177,7 @@ def bench(
 
 
 @app.command()
-def policies(json: Annotated[bool, flag("Print a JSON array.", OUTPUT, "--json")] = False) -> None:
+def policies(json: bool = flag("Print a JSON array.", OUTPUT, "--json")) -> None:
     """List the eviction policies: their fields and defaults, what stays, the paper.
 
     A policy of your own is named as --policy module:Class, or module:Class:field=value,... to set its fields. Its
@@ -218,22 +190,13 @@ def policies(json: Annotated[bool, flag("Print a JSON array.", OUTPUT, "--json")
         (print_json if json else print_policies)(policy_table())
 
 
-def version(value: bool) -> None:
-    """--version."""
-    if value:
+@app.callback()
+def _root(context: typer.Context, version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
+    if version:
         from ringkv import __version__
 
         typer.echo(f"ringkv {__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def _root(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -241,7 +204,3 @@ def _root(
 def main() -> None:
     """The console script."""
     app()
-
-
-if __name__ == "__main__":
-    main()

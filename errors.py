@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TypeGuard
 
 MOST = 2**31 - 1  # the last position that a ring can hold
@@ -22,6 +24,23 @@ class RingkvError(ValueError):
         'window = 0: accepted is an int >= 1'
         """
         return cls(f"{field} = {given!r}: accepted is {accepted}")
+
+
+@contextmanager
+def naming(place: str, broken: str = "", kinds: tuple[type[Exception], ...] = ()) -> Generator[None, None, None]:
+    """Puts a place before the message of what is refused in the block, be it by a check or by the system.
+
+    Args:
+        broken: what an error of one of these kinds, which a library raised, says of the place.
+    """
+    try:
+        yield
+    except RingkvError as error:
+        raise RingkvError(f"{place}: {error}") from error
+    except OSError as error:
+        raise RingkvError(f"{place}: {error.strerror or error}") from error
+    except kinds as error:
+        raise RingkvError(f"{place}: {broken} ({error})") from error
 
 
 def is_int(value: object) -> TypeGuard[int]:

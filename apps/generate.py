@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from ringkv.apps.console import print_json, print_stats, summary
 from ringkv.apps.options import Options, check_output, read_text
 from ringkv.apps.process import INTERRUPTED, interrupt_cancels, note, say
 from ringkv.apps.trace.trace import Trace
-from ringkv.engine import Completion, Engine, SamplingParams
+from ringkv.engine import SamplingParams
 from ringkv.errors import RingkvError
-
-Messages = list[dict[str, str]]
 
 
 def run_prompt(
@@ -49,15 +46,30 @@ def run_prompt(
             samples = engine.generate(messages, params, raw=options.raw)
             results = samples if isinstance(samples, list) else [samples]
         else:
-            results = [_stream(engine, messages, params, options.raw, shown=not json, trace=trace)]
+            for event in engine.stream(messages, params, raw=options.raw, trace=trace is not None):
+                if event.channel == "answer" and not json:
+                    say(event.text)
+            assert event.completion is not None  # the last event carries it
+            results = [event.completion]
+            if trace is not None and event.completion.trace is not None:
+                Trace.of(engine, event.completion).save(trace)
     for done in results:
-        _finish(done, endings, options, json, shown=params.n == 1)
+        if json:
+            print_json(done.to_dict())
+        else:
+            say(f"{done.text}\n" if params.n > 1 else "\n")
+        if options.stats:
+            print_stats(done, endings)
+        elif not options.quiet:
+            note(summary(done))
+        elif done.error is not None:
+            note(f"ringkv: {done.error['message']}")
     if interrupted:
         return INTERRUPTED
     return 1 if any(done.finish_reason == "error" for done in results) else 0
 
 
-def _messages(options: Options, text: str) -> str | Messages:
+def _messages(options: Options, text: str) -> str | list[dict[str, str]]:
     """What an engine gets: the text, or with a system message a conversation."""
     if not (options.raw or text.strip()):
         raise RingkvError.bad("prompt", text, "a text with words, or any with --raw")
@@ -66,31 +78,3 @@ def _messages(options: Options, text: str) -> str | Messages:
     if options.raw or not options.system.strip():
         raise RingkvError.bad("--system", options.system, "none with --raw" if options.raw else "a text with words")
     return [{"role": "system", "content": options.system}, {"role": "user", "content": text}]
-
-
-def _stream(
-    engine: Engine, messages: str | Messages, params: SamplingParams, raw: bool, *, shown: bool, trace: Path | None
-) -> Completion:
-    """One sample, its answer on stdout as it comes where it is to be shown, its trace saved where one is wanted."""
-    for event in engine.stream(messages, params, raw=raw, trace=trace is not None):
-        if shown and event.channel == "answer":
-            say(event.text)
-    done = event.completion
-    assert done is not None  # the last event carries it
-    if trace is not None and done.trace is not None:
-        Trace.of(engine, done).save(trace)
-    return done
-
-
-def _finish(done: Completion, endings: Mapping[int, str], options: Options, json: bool, shown: bool) -> None:
-    """The JSON, or what is not shown of the text; then the summary or the table on stderr, and an error always."""
-    if json:
-        print_json(done.to_dict())
-    else:
-        say("\n" if shown else f"{done.text}\n")
-    if options.stats:
-        print_stats(done, endings)
-    elif not options.quiet:
-        note(summary(done))
-    elif done.error is not None:
-        note(f"ringkv: {done.error['message']}")

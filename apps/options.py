@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from ringkv.apps.process import reporting
 from ringkv.errors import RingkvError
@@ -42,21 +43,31 @@ WHERE = ("model", "revision", "device", "dtype")
 RING_FIELDS = ("budget", "window", "policy", "retention", "sinks", "pin")
 
 
-def option(help: str, panel: str, *names: str, choices: Sequence[str] = (), **more: Any) -> Any:
+def option(
+    help: str,
+    panel: str,
+    *names: str,
+    default: Any = None,
+    choices: Sequence[str] = (),
+    metavar: str = "TEXT",
+    **more: Any,
+) -> Any:
     """An option that takes a text. Its help says the default, where there is one."""
     if choices:
         more["autocompletion"] = lambda: [*choices]  # typer leaves out what does not fit
-    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **{"metavar": "TEXT", **more})
+    more |= {"help": help, "rich_help_panel": panel, "metavar": metavar}
+    return typer.Option(default, *names, show_default=False, **more)
 
 
-def flag(help: str, panel: str, *names: str) -> Any:
+def flag(help: str, panel: str, *names: str, default: bool | None = False) -> Any:
     """An option that takes no value."""
-    return option(help, panel, *names, metavar="")
+    return option(help, panel, *names, default=default, metavar="")
 
 
-def numeric(help: str, panel: str, *names: str, metavar: str = "INT", **more: Any) -> Any:
+def numeric(help: str, panel: str, *names: str, default: Any = None, metavar: str = "INT") -> Any:
     """An option that takes a number. A text that is no number is passed on, for the check of its field to refuse."""
-    return option(help, panel, *names, parser=real if metavar == "FLOAT" else number, metavar=metavar, **more)
+    parser = real if metavar == "FLOAT" else number
+    return option(help, panel, *names, default=default, metavar=metavar, parser=parser)
 
 
 def argument_text(given: str) -> str:
@@ -86,86 +97,68 @@ def number(given: str | float, kinds: Sequence[type[float]] = (int, float)) -> f
 class Options:
     """Options that commands share. None leaves the choice to the checkpoint, or is the engine's default."""
 
-    model: Annotated[
-        str, option("A folder, a .gguf file, a hub id, or smollm2.", MACHINE, "-m", "--model", metavar="MODEL")
-    ] = "smollm2"
-    revision: Annotated[str | None, option("Branch, tag or commit of a hub id.", MACHINE)] = None
-    device: Annotated[str, option("auto, cpu, cuda or cuda:N.", MACHINE, choices=CHOICES["device"])] = "auto"
-    dtype: Annotated[str, option("auto, float16, bfloat16, float32 or float64.", MACHINE, choices=CHOICES["dtype"])] = (
-        "auto"
+    model: str = option(
+        "A folder, a .gguf file, a hub id, or smollm2.", MACHINE, "-m", "--model", default="smollm2", metavar="MODEL"
     )
-    backend: Annotated[str, option("auto, torch, triton or native.", MACHINE, choices=CHOICES["backend"])] = "auto"
-    threads: Annotated[Any, numeric("CPU threads (as many as torch chooses).", MACHINE)] = None
+    revision: str | None = option("Branch, tag or commit of a hub id.", MACHINE)
+    device: str = option("auto, cpu, cuda or cuda:N.", MACHINE, default="auto", choices=CHOICES["device"])
+    dtype: str = option(
+        "auto, float16, bfloat16, float32 or float64.", MACHINE, default="auto", choices=CHOICES["dtype"]
+    )
+    backend: str = option("auto, torch, triton or native.", MACHINE, default="auto", choices=CHOICES["backend"])
+    threads: Any = numeric("CPU threads (as many as torch chooses).", MACHINE)
 
-    budget: Annotated[
-        Any,
-        numeric(
-            "Tokens that each KV head keeps after an eviction (4096), or auto: the most that fit.",
-            RING,
-            metavar="INT|auto",
-        ),
-    ] = None
-    window: Annotated[
-        Any, numeric("The most recent tokens, which are never evicted; also how many an eviction takes (64).", RING)
-    ] = None
-    policy: Annotated[
-        str | None,
-        option(
-            "What leaves: a name, name:field=value,..., or your own module:Class (vase-attnv; see `ringkv policies`).",
-            RING,
-            choices=POLICY_NAMES,
-        ),
-    ] = None
-    retention: Annotated[
-        str | None,
-        option(
-            "What of a prompt enters: refreekv, all, or refreekv:threshold=0.05.", RING, choices=CHOICES["retention"]
-        ),
-    ] = None
-    sinks: Annotated[Any, numeric("The first tokens of the text, which always stay (4).", RING)] = None
-    pin: Annotated[
-        str | None, option("What else always stays: none, system or prompt (none).", RING, choices=CHOICES["pin"])
-    ] = None
+    budget: Any = numeric(
+        "Tokens that each KV head keeps after an eviction (4096), or auto: the most that fit.", RING, metavar="INT|auto"
+    )
+    window: Any = numeric(
+        "The most recent tokens, which are never evicted; also how many an eviction takes (64).", RING
+    )
+    policy: str | None = option(
+        "What leaves: a name, name:field=value,..., or your own module:Class (vase-attnv; see `ringkv policies`).",
+        RING,
+        choices=POLICY_NAMES,
+    )
+    retention: str | None = option(
+        "What of a prompt enters: refreekv, all, or refreekv:threshold=0.05.", RING, choices=CHOICES["retention"]
+    )
+    sinks: Any = numeric("The first tokens of the text, which always stay (4).", RING)
+    pin: str | None = option("What else always stays: none, system or prompt (none).", RING, choices=CHOICES["pin"])
 
-    temperature: Annotated[Any, numeric("The temperature; 0 is greedy (0.6).", SAMPLING, metavar="FLOAT")] = None
-    top_p: Annotated[
-        Any,
-        numeric("Draw from the smallest set of likely tokens that reaches this sum (0.95).", SAMPLING, metavar="FLOAT"),
-    ] = None
-    top_k: Annotated[Any, numeric("Draw from the k likeliest tokens; 0 is off (0).", SAMPLING)] = None
-    min_p: Annotated[
-        Any, numeric("Draw from tokens at least this share as likely as the likeliest (0).", SAMPLING, metavar="FLOAT")
-    ] = None
-    seed: Annotated[
-        Any, numeric("The same seed gives the same text; without one, a seed is drawn and reported.", SAMPLING)
-    ] = None
-    max_tokens: Annotated[
-        Any, numeric("The most tokens of an answer (32768; under policy full, what fits).", SAMPLING)
-    ] = None
-    stop: Annotated[
-        list[str] | None, option("A string that ends the text; may be repeated.", SAMPLING, parser=argument_text)
-    ] = None
-    stop_token_ids: Annotated[
-        list[Any] | None, numeric("The id of a token that ends the text; may be repeated.", SAMPLING, "--stop-token-id")
-    ] = None
-    thinking: Annotated[
-        bool | None, flag("Ask the chat template for a thought, or for none.", SAMPLING, "--thinking/--no-thinking")
-    ] = None
-    max_thinking_tokens: Annotated[Any, numeric("Close the thought after this many tokens.", SAMPLING)] = None
-    on_repetition: Annotated[
-        str | None,
-        option(
-            "What to do when the text loops: stop, close_thought or ignore (stop).",
-            SAMPLING,
-            choices=CHOICES["on_repetition"],
-        ),
-    ] = None
+    temperature: Any = numeric("The temperature; 0 is greedy (0.6).", SAMPLING, metavar="FLOAT")
+    top_p: Any = numeric(
+        "Draw from the smallest set of likely tokens that reaches this sum (0.95).", SAMPLING, metavar="FLOAT"
+    )
+    top_k: Any = numeric("Draw from the k likeliest tokens; 0 is off (0).", SAMPLING)
+    min_p: Any = numeric(
+        "Draw from tokens at least this share as likely as the likeliest (0).", SAMPLING, metavar="FLOAT"
+    )
+    seed: Any = numeric("The same seed gives the same text; without one, a seed is drawn and reported.", SAMPLING)
+    max_tokens: Any = numeric("The most tokens of an answer (32768; under policy full, what fits).", SAMPLING)
+    stop: list[str] | None = option("A string that ends the text; may be repeated.", SAMPLING, parser=argument_text)
+    stop_token_ids: list[Any] | None = numeric(
+        "The id of a token that ends the text; may be repeated.", SAMPLING, "--stop-token-id"
+    )
+    thinking: bool | None = flag(
+        "Ask the chat template for a thought, or for none.", SAMPLING, "--thinking/--no-thinking", default=None
+    )
+    max_thinking_tokens: Any = numeric("Close the thought after this many tokens.", SAMPLING)
+    on_repetition: str | None = option(
+        "What to do when the text loops: stop, close_thought or ignore (stop).",
+        SAMPLING,
+        choices=CHOICES["on_repetition"],
+    )
 
-    system: Annotated[str | None, option("A system message.", SAMPLING, parser=argument_text)] = None
-    raw: Annotated[bool, flag("Take the prompt as it is, without the chat template.", SAMPLING, "--raw")] = False
-    stats: Annotated[bool, flag("Print the whole table of figures on stderr.", OUTPUT, "--stats")] = False
-    quiet: Annotated[bool, flag("Print no summary on stderr.", OUTPUT, "-q", "--quiet")] = False
-    debug: Annotated[bool, flag("Show tracebacks and log lines.", OUTPUT, "--debug")] = False
+    system: str | None = option("A system message.", SAMPLING, parser=argument_text)
+    raw: bool = flag("Take the prompt as it is, without the chat template.", SAMPLING, "--raw")
+    stats: bool = flag("Print the whole table of figures on stderr.", OUTPUT, "--stats")
+    quiet: bool = flag("Print no summary on stderr.", OUTPUT, "-q", "--quiet")
+    debug: bool = flag("Show tracebacks and log lines.", OUTPUT, "--debug")
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, OptionInfo):  # of an option that the command does not have
+                object.__setattr__(self, name, value.default)
 
     def given(self, *names: str) -> dict[str, Any]:
         """Those of the named options that were given, by name."""
@@ -177,7 +170,7 @@ class Options:
         Raises:
             RingkvError: both are given, and differ.
         """
-        if named is not None and self.model not in (Options.model, named):
+        if named is not None and self.model not in (Options().model, named):
             raise RingkvError(f"--model {self.model}: {named} is named too; accepted is one of them")
         return self.model if named is None else named
 
@@ -188,7 +181,7 @@ class Options:
         module, colon, _ = (self.policy or "").partition(":")
         if colon and module not in POLICY_NAMES and os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())  # a module of the user's own is found here, as python -m finds it
-        return RingConfig(**self.given("budget", "window", "policy", "retention", "sinks", "pin"))
+        return RingConfig(**self.given(*RING_FIELDS))
 
     def engine(self, lanes: Any) -> Engine:
         """Load the model that these options name, with their ring."""
@@ -265,22 +258,13 @@ def with_options(*names: str) -> Callable[[Command], Callable[..., None]]:
     Args:
         names: the fields, beside ``debug``; none are all of them.
     """
-    hints = get_type_hints(Options, include_extras=True)
+    hints = get_type_hints(Options)
     chosen = [field for field in fields(Options) if not names or field.name in (*names, "debug")]
-    shared = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
-        )
-        for field in chosen
-    ]
+    shared = [_parameter(field.name, field.default, hints[field.name]) for field in chosen]
 
     def decorate(function: Command) -> Callable[..., None]:
-        own_hints = get_type_hints(function, include_extras=True)
-        own = [
-            parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
-            for name, parameter in inspect.signature(function).parameters.items()
-            if name != "options"
-        ]
+        hints, defaults = get_type_hints(function), inspect.signature(function).parameters
+        own = [_parameter(name, one.default, hints[name]) for name, one in defaults.items() if name != "options"]
 
         def command(**values: Any) -> None:
             options = Options(**{field.name: values.pop(field.name) for field in chosen})
@@ -294,7 +278,11 @@ def with_options(*names: str) -> Callable[[Command], Callable[..., None]]:
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         # typer reads it; mypy knows no function that has one.
         command.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in [*shared, *own]}
+        command.__annotations__ = {one.name: one.annotation for one in [*shared, *own]}
         return command
 
     return decorate
+
+
+def _parameter(name: str, default: Any, kind: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)

@@ -11,7 +11,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from os import _exit
 from typing import TYPE_CHECKING, Any
@@ -111,31 +111,24 @@ def _abandon(stream: Any) -> None:
 class Commands(typer.core.TyperGroup):
     """The group of all commands. A command that is called wrongly is answered in one line, too."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **more: Any,
-    ) -> Any:
+    def main(self, *args: Any, **options: Any) -> Any:
         """Run one, and exit with its code."""
+        standalone, options["standalone_mode"] = options.get("standalone_mode", True), False
         prepare_streams()
         try:
-            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **more)
+            code = super().main(*args, **options)
         except SystemExit as error:  # completion's; or what rich makes of a reader that left
             code = 0 if isinstance(error.__context__, BrokenPipeError) else error.code
         except Exception as error:  # typer's and click's share no class, and what is not theirs is raised again
-            debug = "--debug" in (sys.argv if args is None else args)
+            debug = "--debug" in (args[0] if args else options.get("args") or sys.argv)
             if isinstance(error, OSError) and not debug:
                 told, code = _told(error), 1
-            elif standalone_mode and hasattr(error, "format_message"):  # typer's classes, or click's, by its version
+            elif standalone and hasattr(error, "format_message"):  # typer's classes, or click's, by its version
                 told, code = f"{' '.join(error.format_message().split()).rstrip('.')}; -h lists what is accepted", 2
             else:
                 raise
             note(f"ringkv: {told}")
-        if standalone_mode:
+        if standalone:
             sys.exit(code or 0)
         return code
 
@@ -182,8 +175,12 @@ def _told(error: Exception) -> str:
 
 @contextmanager
 def handling_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """While open, Ctrl-C and SIGTERM call this. A signal that is ignored, as shells may ask for, stays ignored."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """While open, Ctrl-C and SIGTERM call this. A signal that is ignored, as shells may ask for, stays ignored.
+
+    In a thread, which Python lets handle none, nothing happens.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in numbers}
     before = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
     try:
         for number in before:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ringkv.apps.chat.session import ChatSession, Events
 from ringkv.apps.chat.transcript import PARAMS
-from ringkv.engine import Progress
 from ringkv.errors import RingkvError
 
 COMMANDS = {
@@ -51,36 +49,48 @@ class Reply:
     quit: bool = False
 
 
-def handle(session: ChatSession, line: str, on_prefill: Progress | None = None) -> Reply:
+def handle(session: ChatSession, line: str) -> Reply:
     """Do what a typed line says. What begins with / and is no command is explained, never sent.
-
-    Args:
-        on_prefill: for an answer; see ``Engine.stream``.
 
     Raises:
         RingkvError: it is refused, and nothing changed.
     """
     if not line.startswith("/"):
-        return Reply(events=session.send(line.strip(), on_prefill)) if line.strip() else Reply()
+        return Reply(events=session.send(line.strip())) if line.strip() else Reply()
     name, rest = [*line.split(maxsplit=1), ""][:2]
     name, rest = _ALIASES.get(name, name), rest.strip()
-    actions: dict[str, Callable[[], Reply]] = {
-        "/help": lambda: Reply("\n".join([table(COMMANDS), *HINTS])),
-        "/reset": lambda: _reset(session),
-        "/system": lambda: _system(session, rest),
-        "/set": lambda: _set(session, rest),
-        "/think": lambda: _think(session),
-        "/stats": lambda: Reply(table(_figures(session))),
-        "/save": lambda: _file(session, session.save, rest, "saved to"),
-        "/load": lambda: _file(session, session.load, rest, "loaded from"),
-        "/retry": lambda: Reply(events=session.retry(on_prefill)),
-        "/continue": lambda: Reply(events=session.resume(on_prefill)),
-        "/quit": lambda: Reply(quit=True),
-    }
-    if name in actions:
-        if rest and name not in _WITH_TEXT:
-            raise RingkvError(f"{name} = {rest!r}: accepted is {name} alone")
-        return actions[name]()
+    if rest and name in COMMANDS and name not in _WITH_TEXT:
+        raise RingkvError(f"{name} = {rest!r}: accepted is {name} alone")
+    match name:
+        case "/help":
+            return Reply("\n".join([table(COMMANDS), *HINTS]))
+        case "/reset":
+            session.reset()
+            return Reply("the conversation is forgotten")
+        case "/system":
+            if rest:
+                session.set_system(None if rest == "-" else rest)
+            return Reply(f"system: {session.system}" if session.system is not None else "there is no system message")
+        case "/set":
+            return Reply(_set(session, rest) if rest else table(_options(session)))
+        case "/think":
+            session.show_thinking = not session.show_thinking
+            last = f"; the last one:\n{session.thought}" if session.thought else ""
+            return Reply(f"thoughts are shown{last}" if session.show_thinking else "thoughts are hidden")
+        case "/stats":
+            return Reply(table(_figures(session)))
+        case "/save":
+            session.save(rest)
+            return Reply(f"saved to {rest}: {_turns(session)}")
+        case "/load":
+            session.load(rest)
+            return Reply(f"loaded from {rest}: {_turns(session)}")
+        case "/retry":
+            return Reply(events=session.retry())
+        case "/continue":
+            return Reply(events=session.resume())
+        case "/quit":
+            return Reply(quit=True)
     close = difflib.get_close_matches(name, COMMANDS, 1)
     hint = f"did you mean {close[0]}?" if close else "/help lists them;"
     return Reply(f"{name} is no command and was not sent ({hint} a space before the / sends it)")
@@ -92,25 +102,17 @@ def table(rows: dict[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
 
 
-def _reset(session: ChatSession) -> Reply:
-    session.reset()
-    return Reply("the conversation is forgotten")
+def _turns(session: ChatSession) -> str:
+    turns = len(session.turns) // 2
+    return f"{turns} turn{'s' * (turns != 1)}"
 
 
-def _system(session: ChatSession, text: str) -> Reply:
-    if text:
-        session.set_system(None if text == "-" else text)
-    return Reply(f"system: {session.system}" if session.system is not None else "there is no system message")
-
-
-def _set(session: ChatSession, rest: str) -> Reply:
-    if not rest:
-        return Reply(table(_options(session)))
+def _set(session: ChatSession, rest: str) -> str:
     name, text = [*rest.split(maxsplit=1), ""][:2]
     if not text:
         raise RingkvError(f"/set {name}: a value is missing (default takes it back)")
     session.set(name, PARAMS.get(name) if text == "default" else _value(text))
-    return Reply(f"{name} = {getattr(session.params, name)!r}")
+    return f"{name} = {getattr(session.params, name)!r}"
 
 
 def _value(text: str) -> Any:
@@ -121,19 +123,6 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def _think(session: ChatSession) -> Reply:
-    session.show_thinking = not session.show_thinking
-    if not session.show_thinking:
-        return Reply("thoughts are hidden")
-    return Reply(f"thoughts are shown; the last one:\n{session.thought}" if session.thought else "thoughts are shown")
-
-
-def _file(session: ChatSession, action: Callable[[str], None], path: str, done: str) -> Reply:
-    action(path)
-    turns = len(session.turns) // 2
-    return Reply(f"{done} {path}: {turns} turn{'s' * (turns != 1)}")
 
 
 def _options(session: ChatSession) -> dict[str, str]:

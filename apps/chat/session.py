@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections import Counter
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringkv.apps.chat.transcript import PARAMS, Transcript
+from ringkv.apps.chat.transcript import PARAMS, Messages, read_transcript, write_transcript
 from ringkv.engine import ANSWER, THINKING, Completion, Engine, Progress, Sampling, SamplingParams, StreamEvent
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, naming
 
 Events = Generator[StreamEvent, None, None]
 _UNFINISHED = ("length", "cancelled")
@@ -31,8 +32,8 @@ class _Answer:
         unfinished: whether a limit or an interrupt stopped it.
     """
 
-    turns: list[dict[str, str]]
-    prompt: list[dict[str, str]]
+    turns: Messages
+    prompt: Messages
     thinking: bool | str
     ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -40,15 +41,6 @@ class _Answer:
     seed: int | None = None
     channel: str = ANSWER
     unfinished: bool = False
-
-    def take(self, event: StreamEvent) -> None:
-        """Add what an event brings."""
-        self.ids += event.token_ids
-        self.channel = event.channel
-        if event.channel == ANSWER:
-            self.text += event.text
-        else:
-            self.thought += event.text
 
 
 class ChatSession:
@@ -66,7 +58,7 @@ class ChatSession:
     Attributes:
         turns: {role, content}, user and assistant in turn, without the system message.
         last: the completion of the last answer.
-        thought: the last answer's.
+        on_prefill: called as a prompt is read; see ``Engine.stream``.
 
     Raises:
         RingkvError: an option that the engine refuses, or a model without a chat template.
@@ -85,14 +77,15 @@ class ChatSession:
         self.system: str | None = None
         self.set_system(system)
         engine.prompts.encode([{"role": "user", "content": "Hi"}])
-        self.turns: list[dict[str, str]] = []
+        self.turns: Messages = []
         self.last: Completion | None = None
+        self.on_prefill: Progress | None = None
         self._answer: _Answer | None = None
         self._seed: int | None = None  # params.seed when the last question was asked
-        self._totals = {"answers": 0, "tokens": 0, "evictions": 0}
+        self._totals = Counter(answers=0, tokens=0, evictions=0)
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> Messages:
         """The history as the template gets it."""
         return self._with_system(self.turns)
 
@@ -106,29 +99,26 @@ class ChatSession:
         """Whether the last answer was cut off by a limit or an interrupt."""
         return self._answer is not None and self._answer.unfinished
 
-    def send(self, text: str, on_prefill: Progress | None = None) -> Events:
+    def send(self, text: str) -> Events:
         """Ask. The history grows when the answer ends; closing the iterator stops it and keeps what came.
-
-        Args:
-            on_prefill: see ``Engine.stream``.
 
         Raises:
             RingkvError: nothing to send, or a conversation that the engine refuses.
         """
         if not isinstance(text, str) or not text.strip():
             raise RingkvError.bad("message", text, "a text that is not empty")
-        return self._ask([*self.turns, {"role": "user", "content": text}], self.params, on_prefill)
+        return self._ask([*self.turns, {"role": "user", "content": text}], self.params)
 
-    def retry(self, on_prefill: Progress | None = None) -> Events:
+    def retry(self) -> Events:
         """Ask the last question again, with the next seed unless ``set`` gave another; replaces its answer."""
         if not self.turns:
             raise RingkvError("retry: nothing was asked yet")
         params = self.params
         if self._answer is not None and self._answer.seed is not None and params.seed == self._seed:
             params = params.replace(seed=(self._answer.seed + 1) % 2**64)
-        return self._ask(self.turns[:-1], params, on_prefill)
+        return self._ask(self.turns[:-1], params)
 
-    def resume(self, on_prefill: Progress | None = None) -> Events:
+    def resume(self) -> Events:
         """Go on with an answer that was cut off. Its tokens are read again as part of the prompt, thought included.
 
         Raises:
@@ -142,12 +132,12 @@ class ChatSession:
         answer = self._whole(self._answer)
         seed = self.params.seed if answer.seed is None else answer.seed
         params = self.params.replace(seed=seed, thinking=answer.thinking)
-        events = self.engine.stream(answer.prompt, params, on_prefill=on_prefill, begun=answer.ids)
+        events = self.engine.stream(answer.prompt, params, on_prefill=self.on_prefill, begun=answer.ids)
         return self._take(answer, self._spaced(events) if answer.ids else events)
 
-    def _ask(self, turns: list[dict[str, str]], params: SamplingParams, on_prefill: Progress | None) -> Events:
+    def _ask(self, turns: Messages, params: SamplingParams) -> Events:
         answer = _Answer(turns, self._with_system(turns), params.thinking)
-        events = self.engine.stream(answer.prompt, params, on_prefill=on_prefill)
+        events = self.engine.stream(answer.prompt, params, on_prefill=self.on_prefill)
         self._seed = self.params.seed
         return self._take(answer, events)
 
@@ -155,7 +145,12 @@ class ChatSession:
         with closing(events):
             try:
                 for event in events:
-                    answer.take(event)
+                    answer.ids += event.token_ids
+                    answer.channel = event.channel
+                    if event.channel == ANSWER:
+                        answer.text += event.text
+                    else:
+                        answer.thought += event.text
                     if event.completion is not None:
                         self._keep(answer, event.completion)
                     yield event
@@ -167,9 +162,7 @@ class ChatSession:
     def _keep(self, answer: _Answer, done: Completion | None) -> None:
         self.last = done
         if done is not None:
-            self._totals["answers"] += 1
-            self._totals["tokens"] += done.completion_tokens
-            self._totals["evictions"] += done.ring["evictions"]
+            self._totals.update(answers=1, tokens=done.completion_tokens, evictions=done.ring["evictions"])
             if done.error is not None:
                 return
             answer.seed = done.ring["seed"]
@@ -235,7 +228,7 @@ class ChatSession:
 
     def save(self, path: str | Path) -> None:
         """Write messages and options as JSON; at every moment the file is the old one or the new one."""
-        Transcript(self.engine.name, self.messages, self.params).write(path)
+        write_transcript(path, self.engine.name, self.messages, self.params)
 
     def load(self, path: str | Path) -> None:
         """Go on from a saved conversation, with its options; nothing changes where it is refused.
@@ -243,15 +236,14 @@ class ChatSession:
         Raises:
             RingkvError: a file that cannot be read, that holds no conversation, or none that this model can go on with.
         """
-        saved = Transcript.read(path)
-        try:
-            params = self._checked(saved.params)
-            if saved.messages:
-                self.engine.prompts.encode(saved.messages)
-        except RingkvError as error:
-            raise RingkvError(f"load: {str(path)!r}: {error}") from None
+        messages, params = read_transcript(path)
+        with naming(f"load: {str(path)!r}"):
+            self._checked(params)
+            if messages:
+                self.engine.prompts.encode(messages)
         self.reset()
-        self.system, self.turns, self.params = saved.system, saved.turns, params
+        self.system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
+        self.turns, self.params = messages, params
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
         """The params, if this model and ring can answer with them."""
@@ -260,5 +252,5 @@ class ChatSession:
         self.engine.prompts.prepare([0], params, index=0, raw=False)
         return params
 
-    def _with_system(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
+    def _with_system(self, turns: Messages) -> Messages:
         return [*([{"role": "system", "content": self.system}] if self.system is not None else []), *turns]

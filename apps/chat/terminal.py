@@ -126,9 +126,12 @@ class Terminal:
                 self._say(f"input: it is not UTF-8 ({error})")
                 failed = True
                 continue
-            with self.interruptible() as came, self._keys():
+            # The keys that are typed meanwhile stay out of what is drawn.
+            keys = held_back(sys.stdin.fileno()) if self.typed and self.drawn else nullcontext()
+            with self.interruptible() as came, keys:
                 try:
-                    reply = handle(self.session, line, self._prefill(came))
+                    self.session.on_prefill = self._prefill(came)
+                    reply = handle(self.session, line)
                     if reply.quit:
                         return failed
                     if reply.text:
@@ -152,10 +155,6 @@ class Terminal:
         if not line:
             raise EOFError
         return (line.decode(sys.stdin.encoding) if self.typed else utf8_text(line)).rstrip("\r\n")
-
-    def _keys(self) -> AbstractContextManager[None]:
-        """Keeps the keys that are typed out of what is drawn."""
-        return held_back(sys.stdin.fileno()) if self.typed and self.drawn else nullcontext()
 
     def _prefill(self, came: list[int]) -> Callable[[int, int], None]:
         began = time.monotonic()

@@ -5,22 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringkv.apps.jobs.results import Results, StdoutResults, Unit
+from ringkv.apps.jobs.results import Results, StdoutResults, Unit, UnwrittenError
 from ringkv.apps.jobs.rows import OURS, Row, parse_object, read_rows
+from ringkv.apps.process import handling_signals
 from ringkv.engine import Completion, Sampling, SamplingParams, effective_seed
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, naming
 from ringkv.files import beside, same_file, write_whole
 
 Iterate = Callable[[Sequence[Any], Sequence[SamplingParams]], Generator[tuple[int, Completion], None, None]]
-Write = Callable[[Row, Mapping[str, Any]], None]
 
 _ABSENT = object()
 _NO_RESULT = {"type": "NoResult", "message": "the engine ended without a result for this sample"}
@@ -52,6 +50,16 @@ class Status:
     problem: str | None = None
     warned: int = 0
     warning: str = ""
+
+    def count(self, result: Mapping[str, Any]) -> None:
+        """Add a result of this run."""
+        self.done += 1
+        self.failed += result.get("error") is not None
+        self.tokens += result.get("completion_tokens", 0)
+        self.evictions += result.get("ring", {}).get("evictions", 0)
+        if warnings := result.get("warnings"):
+            self.warned += 1
+            self.warning = self.warning or warnings[0]
 
 
 class Job:
@@ -98,8 +106,9 @@ class Job:
         self._errors: dict[str, dict[str, str]] = {}
         for row in self.rows:
             try:
-                self._sampling[row.key] = row.sampling(params, self.seed)
-                row.check_prompt()
+                with naming(f"line {row.line}"):
+                    self._sampling[row.key] = row.sampling(params, self.seed)
+                    row.check_prompt()
             except RingkvError as error:
                 self._errors[row.key] = {"type": type(error).__name__, "message": str(error)}
 
@@ -131,41 +140,44 @@ class Job:
         Raises:
             OSError: stdout cannot be written, or its reader has left.
         """
-        status = self.status
+        status, holding = self.status, False
+        came: list[int] = []
 
-        def write(row: Row, result: Mapping[str, Any]) -> None:
-            with signals.held():
-                try:
-                    self.results.append({**row.carried, "id": row.id, OURS: result})
-                except OSError as error:
-                    if isinstance(self.results, StdoutResults):
-                        raise
-                    raise _Unwritten(error.strerror) from error
-            status.done += 1
-            status.failed += result.get("error") is not None
-            status.tokens += result.get("completion_tokens", 0)
-            status.evictions += result.get("ring", {}).get("evictions", 0)
-            if warnings := result.get("warnings"):
-                status.warned += 1
-                status.warning = status.warning or warnings[0]
-            if on_result is not None:
-                on_result(status)
+        def interrupt(number: int, frame: Any) -> None:
+            came.append(number)
+            if not holding:
+                raise KeyboardInterrupt
 
-        signals = _Signals()
         try:
-            with signals:
-                self._generate(iterate, write)
+            with handling_signals(interrupt), closing(self._results(iterate)) as results:
+                for row, result in results:
+                    holding = True  # a signal waits for the end of the line
+                    self.results.append({**row.carried, "id": row.id, OURS: result})
+                    status.count(result)
+                    holding = False
+                    if came:
+                        raise KeyboardInterrupt
+                    if on_result is not None:
+                        on_result(status)
         except KeyboardInterrupt:
             status.interrupted = True
-        except _Unwritten as error:
+        except UnwrittenError as error:
             status.problem = f"output: {error}: {status.done} results are kept, and the same command goes on from there"
         return status
 
-    def _generate(self, iterate: Iterate, write: Write) -> None:
+    def _results(self, iterate: Iterate) -> Generator[tuple[Row, Mapping[str, Any]], None, None]:
+        """What is missing, as it comes: first the rows that are refused here, last what the engine has left out."""
         missing = dict.fromkeys(self.missing)
+
+        def rest(row: Row, error: Mapping[str, str]) -> Iterator[tuple[Row, Mapping[str, Any]]]:
+            for unit in self._units(row):
+                if unit in missing:
+                    del missing[unit]
+                    yield row, {"sample": unit[1], "error": error}
+
         for row in self.rows:
             if row.key in self._errors:
-                self._write_rest(row, missing, self._errors[row.key], write)
+                yield from rest(row, self._errors[row.key])
         rows = [row for row in self.rows if any(unit in missing for unit in self._units(row))]
         if not rows:
             return
@@ -179,18 +191,12 @@ class Job:
                 del missing[unit]
                 if completion.error is not None:
                     errors[row.key] = completion.error
-                    write(row, {"sample": completion.sample, "error": completion.error})
+                    yield row, {"sample": completion.sample, "error": completion.error}
                 elif completion.finish_reason != "cancelled":
-                    write(row, completion.to_dict() | {"warnings": [*completion.warnings, *row.warnings]})
+                    yield row, completion.to_dict() | {"warnings": [*completion.warnings, *row.warnings]}
         # A prompt that is refused has one completion, whatever n is.
         for row in rows:
-            self._write_rest(row, missing, errors.get(row.key, _NO_RESULT), write)
-
-    def _write_rest(self, row: Row, missing: dict[Unit, None], error: Mapping[str, str], write: Write) -> None:
-        for unit in self._units(row):
-            if unit in missing:
-                del missing[unit]
-                write(row, {"sample": unit[1], "error": error})
+            yield from rest(row, errors.get(row.key, _NO_RESULT))
 
     def _units(self, row: Row) -> list[Unit]:
         """One a sample; one for a row whose params are refused."""
@@ -225,83 +231,36 @@ class Job:
         return int(mine["seed"])
 
 
-class _Unwritten(Exception):
-    """A result could not be written."""
-
-
-class _Signals:
-    """While entered, SIGINT and SIGTERM raise KeyboardInterrupt, but not while they are held: then afterwards."""
-
-    def __init__(self) -> None:
-        self._previous: dict[int, Any] = {}
-        self._holding = self._came = False
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and the like stay as they are
-                    self._previous[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _handle(self, *_: object) -> None:
-        self._came = True
-        if not self._holding:
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def held(self) -> Generator[None, None, None]:
-        self._holding = True
-        try:
-            yield
-        finally:
-            self._holding = False
-        if self._came:
-            raise KeyboardInterrupt
-
-
 def _read_settings(path: Path, output: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RingkvError(f"output = {str(output)!r}: it is not empty, and {path.name} is not beside it")
-    try:
+    with naming(str(path)):
         theirs = parse_object(path.read_bytes())
-    except (OSError, RingkvError) as error:
-        raise RingkvError(f"{path}: {error}") from error
-    kinds = {"settings": dict, "seed": int, "rows": dict}
-    if theirs.keys() != kinds.keys() or not all(isinstance(theirs[name], kind) for name, kind in kinds.items()):
-        raise RingkvError(f"{path}: it is not the settings of a run")
+        kinds = {"settings": dict, "seed": int, "rows": dict}
+        if theirs.keys() != kinds.keys() or not all(isinstance(theirs[name], kind) for name, kind in kinds.items()):
+            raise RingkvError("it is not the settings of a run")
     return theirs
 
 
 def _compare(theirs: Mapping[str, Any], mine: Mapping[str, Any], results: Results) -> None:
     """Refuse to go on with another run's results."""
-    output = f"output = {str(results.path)!r}"
-    for name in ("settings", "seed"):
-        if (found := _difference(theirs[name], mine[name], "" if name == "settings" else name)) is not None:
-            setting, then, now = found
-            raise RingkvError(
-                f"{output}: {setting} was {then}, now it is {now}: resume with the same, or choose another"
-            )
-    for key, digest in theirs["rows"].items():
-        if mine["rows"].get(key) != digest:
-            what = "has changed" if key in mine["rows"] else "is not in the input any more"
-            raise RingkvError(f"{output}: row {key!r} {what} since these results were begun: choose another output")
-    for key, sample in results.done:
-        if key not in theirs["rows"]:
-            raise RingkvError(f"{output}: it holds sample {sample} of row {key!r}, which is not in the input")
+    with naming(f"output = {str(results.path)!r}"):
+        then, now = ({**run["settings"], "seed": run["seed"]} for run in (theirs, mine))
+        if then != now:
+            raise RingkvError(f"{_difference(then, now)}: resume with the same, or choose another")
+        for key, digest in theirs["rows"].items():
+            if mine["rows"].get(key) != digest:
+                what = "has changed" if key in mine["rows"] else "is not in the input any more"
+                raise RingkvError(f"row {key!r} {what} since these results were begun: choose another output")
+        for key, sample in results.done:
+            if key not in theirs["rows"]:
+                raise RingkvError(f"it holds sample {sample} of row {key!r}, which is not in the input")
 
 
-def _difference(then: Any, now: Any, name: str) -> tuple[str, str, str] | None:
+def _difference(then: Any, now: Any, name: str = "") -> str:
     """The first setting that differs, by its dotted name, with both values."""
-    if then == now:
-        return None
     if isinstance(then, dict) and isinstance(now, dict):
-        for key in [*now, *then]:
-            inner = f"{name}.{key}" if name else key
-            if (found := _difference(then.get(key, _ABSENT), now.get(key, _ABSENT), inner)) is not None:
-                return found
+        key = next(key for key in [*now, *then] if then.get(key, _ABSENT) != now.get(key, _ABSENT))
+        return _difference(then.get(key, _ABSENT), now.get(key, _ABSENT), f"{name}.{key}" if name else key)
     before, after = ("absent" if value is _ABSENT else json.dumps(value) for value in (then, now))
-    return name, before, after
+    return f"{name} was {before}, now it is {after}"

@@ -23,6 +23,10 @@ except ImportError:  # Windows
 Unit = tuple[str, int]  # row id as a string, sample
 
 
+class UnwrittenError(Exception):
+    """A result could not be written, and the file is as it was."""
+
+
 class StdoutResults:
     """Results on stdout, flushed line by line. Nothing is there to resume."""
 
@@ -62,7 +66,7 @@ class Results:
         self._fd = -1
         try:
             with refusing(path):
-                self._fd = self._open()
+                self._open()
                 self._read()
         except BaseException:
             self.close()
@@ -85,9 +89,12 @@ class Results:
         """Write a result. It is on the disk when this returns.
 
         Raises:
-            OSError: it is not, and the file is as it was.
+            UnwrittenError: it is not; the reason in words.
         """
-        self._write(_line(record))
+        try:
+            self._write(_line(record))
+        except OSError as error:
+            raise UnwrittenError(error.strerror) from error
         unit, failed = _unit(record)
         self.done[unit] = failed
 
@@ -119,7 +126,7 @@ class Results:
             os.close(self._fd)
             self._fd = -1
 
-    def _open(self) -> int:
+    def _open(self) -> None:
         if fcntl is None:
             lock = beside(self.path, ".lock")
             try:
@@ -128,23 +135,19 @@ class Results:
                 raise _busy(self.path, f"; if none does, delete {lock}") from None
             self._lock_file = lock
         while True:
-            fd = os.open(self.path, FLAGS, 0o666)
+            self._fd = os.open(self.path, FLAGS, 0o666)
+            if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+                raise RingkvError.bad("output", str(self.path), "a regular file, or - for stdout")
+            if fcntl is None:
+                return
             try:
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    raise RingkvError.bad("output", str(self.path), "a regular file, or - for stdout")
-                if fcntl is None:
-                    return fd
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Another run may have put a new file in its place since it was opened.
-                if os.path.samestat(os.fstat(fd), os.stat(self.path)):
-                    return fd
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                os.close(fd)
                 raise _busy(self.path) from None
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
+            # Another run may have put a new file in its place since it was opened.
+            if os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
+                return
+            self._close()
 
     def _lines(self) -> Iterator[bytes]:
         with open(self.path, "rb") as file:
@@ -179,12 +182,8 @@ class Results:
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    """A record as a line of JSON in UTF-8; half a surrogate pair stays escaped."""
-    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
-    try:
-        return text.encode() + b"\n"
-    except UnicodeEncodeError:
-        return json.dumps(record, allow_nan=False).encode() + b"\n"
+    """A record as a line of JSON in UTF-8; half a surrogate pair is escaped, as JSON escapes it."""
+    return json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _unit(record: Mapping[str, Any]) -> tuple[Unit, bool]:

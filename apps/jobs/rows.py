@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ringkv.engine import SamplingParams
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, is_int, naming
 
 OURS = "ringkv"  # the key of a result
 # Objects and lists within each other. Python's own limit depends on who calls, and a row is written and read again.
@@ -74,28 +74,25 @@ class Row:
         """The run's params with what the row sets, and the row's own seed.
 
         Raises:
-            RingkvError: an unknown name, or a value that is not accepted; it names the line.
+            RingkvError: an unknown name, or a value that is not accepted.
         """
-        try:
-            if not isinstance(self.params, Mapping):
-                raise RingkvError.bad("params", self.params, "an object with names of SamplingParams")
-            for name in self.params:
-                if name not in _PARAMS:
-                    close = difflib.get_close_matches(name, _PARAMS, 1)
-                    raise RingkvError(f"params: {name} is not known; accepted is {' or '.join(close or _PARAMS)}")
-            sampling = base.replace(**{**self.params, "seed": self.params.get("seed")})
-            return sampling if sampling.seed is not None else sampling.replace(seed=row_seed(run_seed, self.key))
-        except RingkvError as error:
-            raise RingkvError(f"line {self.line}: {error}") from error
+        if not isinstance(self.params, Mapping):
+            raise RingkvError.bad("params", self.params, "an object with names of SamplingParams")
+        for name in self.params:
+            if name not in _PARAMS:
+                close = difflib.get_close_matches(name, _PARAMS, 1)
+                raise RingkvError(f"params: {name} is not known; accepted is {' or '.join(close or _PARAMS)}")
+        sampling = base.replace(**{**self.params, "seed": self.params.get("seed")})
+        return sampling if sampling.seed is not None else sampling.replace(seed=row_seed(run_seed, self.key))
 
     def check_prompt(self) -> None:
-        """Refuse a prompt that is of no kind that an engine takes, by line."""
+        """Refuse a prompt that is of no kind that an engine takes."""
         items = self.prompt if isinstance(self.prompt, list) else [None]
         if self.kind == "messages" and not all(isinstance(item, Mapping) for item in items):
-            raise RingkvError.bad(f"line {self.line}: messages", self.prompt, "a list of messages")
-        ids = all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+            raise RingkvError.bad("messages", self.prompt, "a list of messages")
+        ids = all(is_int(item) for item in items)
         if self.kind == "prompt" and not isinstance(self.prompt, str) and not ids:
-            raise RingkvError.bad(f"line {self.line}: prompt", self.prompt, "a text or a list of token ids")
+            raise RingkvError.bad("prompt", self.prompt, "a text or a list of token ids")
 
 
 def row_seed(run_seed: int, key: str) -> int:
@@ -110,22 +107,17 @@ def read_rows(source: str | os.PathLike[str]) -> list[Row]:
     Raises:
         RingkvError: the file cannot be read, or a line is no row; it names the line.
     """
-    try:
+    with naming(f"input = {str(source)!r}"):
         data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-    except OSError as error:
-        raise RingkvError(f"input = {str(source)!r}: {error.strerror}") from error
     name = "stdin" if source == "-" else str(source)
     rows: dict[str, Row] = {}
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = _row(number, line)
-            if row.key in rows:
-                raise RingkvError(f"id {row.id!r} is also that of line {rows[row.key].line}")
-        except RingkvError as error:
-            raise RingkvError(f"{name}: line {number}: {error}") from error
-        rows[row.key] = row
+        if line.strip():
+            with naming(f"{name}: line {number}"):
+                row = _row(number, line)
+                if row.key in rows:
+                    raise RingkvError(f"id {row.id!r} is also that of line {rows[row.key].line}")
+            rows[row.key] = row
     return list(rows.values())
 
 
@@ -139,7 +131,7 @@ def _row(number: int, line: bytes) -> Row:
     if OURS in fields:
         raise RingkvError(f"{OURS} is the name of results; accepted is a row without it")
     id = fields.pop("id", str(number))
-    if not isinstance(id, (str, int)) or isinstance(id, bool):
+    if not (isinstance(id, str) or is_int(id)):
         raise RingkvError.bad("id", id, "a string or a whole number")
     params = fields.pop("params", {})
     canonical = json.dumps(given, sort_keys=True).encode()
@@ -165,14 +157,11 @@ def parse_object(line: bytes) -> dict[str, Any]:
         raise RingkvError(f"accepted is a JSON object; this is a {type(value).__name__}")
     level: list[Any] = [value]
     for _ in range(DEEPEST):
-        level = [one for each in level for one in (each.values() if isinstance(each, dict) else each) if _nests(one)]
+        inner = (one for each in level for one in (each.values() if isinstance(each, dict) else each))
+        level = [one for one in inner if isinstance(one, (dict, list))]
         if not level:
             return value
     raise RingkvError(_TOO_DEEP)
-
-
-def _nests(value: Any) -> bool:
-    return isinstance(value, (dict, list))
 
 
 def _number(text: str) -> float:

@@ -171,12 +171,9 @@ class Bench:
     tokens: int = 96
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("prompt", self.prompt),
-            ("tokens", self.tokens),
-            *(("lanes", each) for each in self.lanes),
-        ):
-            check_int(name, value, 1)
+        for name, values in {"prompt": [self.prompt], "tokens": [self.tokens], "lanes": self.lanes}.items():
+            for value in values:
+                check_int(name, value, 1)
         for ring in self.rings:
             if ring.capacity < self.prompt + self.tokens and not ring.policy.evicts:
                 wanted = f"prompt + tokens = {self.prompt + self.tokens}"
@@ -191,16 +188,13 @@ class Bench:
         Raises:
             RingkvError: one that the memory cannot hold.
         """
-        model, rows = engine.model, []
+        model, cards = engine.model, []
         for ring, lanes in itertools.product(self.rings, self.lanes):
             settle(model.config, ring, lanes, model.dtype, model.device, loaded=True)
-        for ring in self.rings:
             entered = self.prompt if self.prompt < ring.capacity else ring.budget_tokens
             slots = min(ring.capacity, entered + self.tokens)
-            for lanes in self.lanes:
-                read = bytes_read(model, lanes, lanes * model.config.layers * slots)
-                rows.append(_named(ring, lanes) | {"step_bytes": read} | _floor(read, bandwidth))
-        return rows
+            cards.append(_card(ring, lanes, bytes_read(model, lanes, lanes * model.config.layers * slots), bandwidth))
+        return cards
 
     def rows(self, engine: Engine, bandwidth: float) -> Iterator[tuple[dict[str, Any], Run]]:
         """The figures of each ring and number of lanes, as they are measured.
@@ -210,34 +204,28 @@ class Bench:
             bandwidth: bytes a second.
         """
         ids = self.ids(engine.model.config)
-        for ring in self.rings:
-            for lanes in self.lanes:
-                yield self._row(engine, ring, lanes, ids, bandwidth)
+        options: dict[str, Any] = {"backend": engine.backend, "threads": engine.threads, "name": engine.name}
+        for ring, lanes in itertools.product(self.rings, self.lanes):
+            with Engine(engine.model, ring=ring, lanes=lanes, **options) as own:
+                reset_peak(own.model.device)
+                decode(own, ids[:8], 2)  # warms up
+                run = decode(own, ids, self.tokens)
+                moved = bytes_read(own.model, lanes, int(own.ring.spans.sum()))
+                figures = _card(ring, lanes, moved, bandwidth)
+                figures |= speeds(run.prefill_ms[0], len(ids) / statistics.median(run.prefill_ms), run.step_ms, lanes)
+                figures |= {
+                    "achieved_gb_s": moved / figures["late_ms"] / 1e6,
+                    "floor_share": figures["floor_ms"] / figures["late_ms"],
+                    "evictions": int(own.ring.evicted.max()),
+                    "peak_bytes": peak_bytes(own.model.device),
+                    "held_bytes": sum(own.plan().values()),
+                }
+            yield figures, run
 
     def ids(self, model: ModelConfig) -> list[int]:
         """The prompt: token ids drawn with seed 0."""
         generator = torch.Generator().manual_seed(0)
         return torch.randint(0, model.vocab_size, (self.prompt,), generator=generator).tolist()
-
-    def _row(
-        self, engine: Engine, ring: RingConfig, lanes: int, ids: list[int], bandwidth: float
-    ) -> tuple[dict[str, Any], Run]:
-        options: dict[str, Any] = {"backend": engine.backend, "threads": engine.threads, "name": engine.name}
-        with Engine(engine.model, ring=ring, lanes=lanes, **options) as own:
-            reset_peak(own.model.device)
-            decode(own, ids[:8], 2)  # warms up
-            run = decode(own, ids, self.tokens)
-            moved = bytes_read(own.model, lanes, int(own.ring.spans.sum()))
-            figures = _named(ring, lanes) | {"step_bytes": moved} | _floor(moved, bandwidth)
-            figures |= speeds(run.prefill_ms[0], len(ids) / statistics.median(run.prefill_ms), run.step_ms, lanes)
-            figures |= {
-                "achieved_gb_s": moved / figures["late_ms"] / 1e6,
-                "floor_share": figures["floor_ms"] / figures["late_ms"],
-                "evictions": int(own.ring.evicted.max()),
-                "peak_bytes": peak_bytes(own.model.device),
-                "held_bytes": sum(own.plan().values()),
-            }
-        return figures, run
 
 
 def speeds(first_ms: float, prompt_per_ms: float, step_ms: Sequence[float], lanes: int) -> dict[str, float]:
@@ -252,9 +240,6 @@ def speeds(first_ms: float, prompt_per_ms: float, step_ms: Sequence[float], lane
     }
 
 
-def _floor(read: int, bandwidth: float) -> dict[str, float]:
-    return {"bandwidth_gb_s": bandwidth / 1e9, "floor_ms": 1e3 * read / bandwidth}
-
-
-def _named(ring: RingConfig, lanes: int) -> dict[str, Any]:
-    return {"budget": ring.budget, "window": ring.window, "policy": ring.policy.name, "lanes": lanes}
+def _card(ring: RingConfig, lanes: int, read: int, bandwidth: float) -> dict[str, Any]:
+    which = {"budget": ring.budget, "window": ring.window, "policy": ring.policy.name, "lanes": lanes}
+    return which | {"step_bytes": read, "bandwidth_gb_s": bandwidth / 1e9, "floor_ms": 1e3 * read / bandwidth}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from rich.table import Table
@@ -10,9 +11,9 @@ from rich.table import Table
 from ringkv.apps.console import print_json, show
 from ringkv.apps.measure import peer
 from ringkv.apps.measure.bench import Bench, copy_bandwidth, machine
-from ringkv.apps.measure.score import score_text
 from ringkv.apps.options import Options, listed, number
 from ringkv.apps.process import note, say
+from ringkv.engine import fixed_seeds
 from ringkv.errors import size
 
 
@@ -55,15 +56,32 @@ def run_bench(
 
 
 def run_score(options: Options, text: str, *, json: bool) -> None:
-    """Print the log-likelihood of a text, in a line or as JSON."""
+    """Print the log-likelihood of a text under the ring, in nats; as JSON with what it was computed with.
+
+    Raises:
+        RingkvError: a text of fewer than two tokens, or one that policy full cannot hold.
+    """
     with options.engine(1) as engine:
-        figures = score_text(engine, text, options.seed)
+        ids = engine.encode(text)
+        scores = engine.score(ids, None if options.seed is None else [options.seed]).flatten()
+        total, ring, about = float(scores.double().sum()), engine.ring.config, engine.about()
+    nats, warnings = -total / len(scores), fixed_seeds(options.seed)
+    perplexity = math.exp(min(700.0, nats))  # beyond that it is no float
     if json:
+        figures = {
+            "tokens": len(ids),
+            "log_likelihood": total,
+            "nll_per_token": nats,
+            "perplexity": perplexity,
+            **about,
+            "ring": {"budget": ring.budget, "window": ring.window},
+            "policy": ring.policy.name,
+            "warnings": warnings,
+        }
         print_json(figures)
     else:
-        nats, perplexity = figures["nll_per_token"], figures["perplexity"]
-        say(f"{nats:.4f} nats a token, perplexity {perplexity:.2f}, {figures['tokens']} tokens\n")
-        for warning in figures["warnings"]:
+        say(f"{nats:.4f} nats a token, perplexity {perplexity:.2f}, {len(ids)} tokens\n")
+        for warning in warnings:
             note(f"warning: {warning}")
 
 

@@ -23,33 +23,24 @@ _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"
 
 def render(trace: Trace) -> str:
     """The page, at most 20 MB; where it holds less than the trace, it says so."""
-    first = _first_shown(trace)
+    first, prompt = _first_shown(trace), trace.prompt_tokens
     layers = list(range(0, len(trace.taken), _layer_step(trace, first)))
-    notes = []
-    if first:
-        notes.append(
-            f"The text is long: only its last {len(trace.texts) - first:,} tokens of {len(trace.texts):,} are here."
-        )
-    if len(layers) < len(trace.taken):
-        notes.append(f"The trace is large: {len(layers)} of its {len(trace.taken)} layers are here, evenly spaced.")
     assets = files("ringkv.apps.trace").joinpath("assets")
     css, script = (assets.joinpath(f"trace.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.filters["brief"] = _brief
+    environment.filters.update(brief=_brief, grouped="{:,}".format, spread=spread)
     template = environment.from_string(assets.joinpath("trace.html").read_text(encoding="utf-8"))
+    tokens = _tokens(trace, first)
     return template.render(
         trace=trace,
         policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(css)}; {_NOWHERE}",
         css=css,
         script=script,
-        pairs=len(layers) * trace.taken.shape[1],
-        facts=_facts(trace),
-        notes=notes,
+        layers=layers,
         first=first,
-        looped=trace.loop() is not None,
-        parts=_parts(trace, first),
-        retention=_retention(trace),
-        entered=_entered(trace),
+        parts={"Prompt": tokens[: max(0, prompt - first)], "Answer": tokens[max(0, prompt - first) :]},
+        # A layer: how many of the prompt retention let in, and how many were left after the eviction at prefill.
+        entered=list(zip(trace.retained, trace.live(prompt)[:, 0].sum(-1).tolist(), strict=True)),
         data=page_data(trace, first, layers),
     )
 
@@ -97,24 +88,8 @@ def _layer_step(trace: Trace, first: int) -> int:
     return -(-layers // max(1, PAIR_BYTES // a_layer))
 
 
-def _facts(trace: Trace) -> list[tuple[str, str]]:
-    rows = [
-        ("policy", trace.policy),
-        ("budget", f"{trace.budget} + window {trace.window}"),
-        ("always kept", f"the first {max(trace.sinks, trace.pin):,}"),
-        ("tokens", f"{trace.prompt_tokens:,} prompt, {len(trace.texts) - trace.prompt_tokens:,} new"),
-        ("evictions a layer", spread(trace.evictions)),
-        ("seed", str(trace.seed)),
-        ("ended", trace.finish_reason),
-    ]
-    if trace.repetition is not None:
-        loop = trace.repetition
-        rows.append(("loop", f"{loop['period']} tokens, {loop['count']} times"))
-    return rows
-
-
-def _parts(trace: Trace, first: int) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """The prompt and the answer: (CSS classes, text, name of a special token) of every token."""
+def _tokens(trace: Trace, first: int) -> list[tuple[str, str, str]]:
+    """(CSS classes, text, name of a special token) of every token."""
     loop = range(*(trace.loop() or (0, 0)))
     tokens = []
     for position in range(first, len(trace.texts)):
@@ -122,25 +97,4 @@ def _parts(trace: Trace, first: int) -> list[tuple[str, list[tuple[str, str, str
         name = _brief(trace.special.get(str(trace.token_ids[position]), ""))
         kinds = {"special": name, "part": not text and not name, "break": "\n" in text, "loop": position in loop}
         tokens.append((" ".join(kind for kind, holds in kinds.items() if holds), text, name))
-    split = max(0, trace.prompt_tokens - first)
-    return [(title, part) for title, part in (("Prompt", tokens[:split]), ("Answer", tokens[split:])) if part]
-
-
-def _retention(trace: Trace) -> list[dict[str, Any]]:
-    """A bar a layer, 60 high: what retention let in of the prompt, and what was left after the eviction at prefill."""
-    n = trace.prompt_tokens
-    counts = trace.live(n)[:, 0].sum(-1)
-    return [
-        {
-            "retained": round(60 * retained / n, 2),
-            "kept": round(60 * int(left) / n, 2),
-            "title": f"layer {layer}: {retained} of {n} let in, {int(left)} in the ring after prefill",
-        }
-        for layer, (retained, left) in enumerate(zip(trace.retained, counts, strict=True))
-    ]
-
-
-def _entered(trace: Trace) -> str:
-    """What retention did, in a sentence."""
-    name = _brief(trace.retention.split(":")[0])
-    return f"Retention ({name}) let in {spread(trace.retained)} of {trace.prompt_tokens} tokens."
+    return tokens

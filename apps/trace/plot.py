@@ -15,6 +15,14 @@ from ringkv.files import write_whole
 COLUMNS, ROWS = 1200, 800  # at most; longer texts are averaged
 _PAPER, _INK, _FAINT, _HEAT, _LOOP = "#fbfaf7", "#1d2227", "#6a7077", "#0e8086", "#c2410c"
 
+_STYLE = {
+    **{"figure.facecolor": _PAPER, "savefig.facecolor": _PAPER, "axes.facecolor": _PAPER, "axes.edgecolor": _FAINT},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.labelcolor": _INK, "text.parse_math": False},
+    **{"axes.titlelocation": "left", "axes.titlecolor": _INK, "axes.titlesize": 11, "axes.titlepad": 11},
+    **{"xtick.color": _FAINT, "ytick.color": _FAINT, "xtick.labelsize": 8, "ytick.labelsize": 8},
+    **{"image.aspect": "auto", "image.interpolation": "nearest"},
+}
+
 
 def survival(trace: Trace, columns: int = COLUMNS, rows: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
     """The share of all (layer, head) pairs that hold the tokens at each position, over time.
@@ -51,51 +59,36 @@ def draw(trace: Trace, path: str | Path) -> None:
         RingkvError: matplotlib is not installed, or the file cannot be written.
     """
     try:
+        import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import LinearSegmentedColormap
         from matplotlib.figure import Figure
     except ImportError:
         raise RingkvError("--png: matplotlib is not installed; pip install 'ringkv[plot]'") from None
     shades = LinearSegmentedColormap.from_list("held", ["#f1efe9", "#8ec5c6", _HEAT, "#06474b"])
-    colors = shades.with_extremes(bad=_PAPER)
-    figure = Figure(figsize=(9, 6.4), dpi=120, facecolor=_PAPER, layout="constrained")
-    FigureCanvasAgg(figure)
-    over_time, by_layer = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     share, _ = survival(trace)
     layers, seen, prompt = len(trace.taken), trace.seen, trace.prompt_tokens
-    style: dict[str, Any] = {"aspect": "auto", "cmap": colors, "vmin": 0, "vmax": 1, "interpolation": "nearest"}
-    image = over_time.imshow(share, extent=(0, seen, seen + 0.5, prompt - 0.5), **style)
-    by_layer.imshow(_by_layer(trace), extent=(0, seen, layers - 0.5, -0.5), **style)
-    over_time.set_title(
-        f"What the ring remembered: {trace.model[-40:]}, {trace.policy_name}, budget {trace.budget}, "
-        f"window {trace.window}",
-        loc="left",
-        color=_INK,
-        fontsize=11,
-        parse_math=False,
-        pad=11,
-    )
-    over_time.set_ylabel("tokens read")
-    by_layer.set_ylabel("layer, at the end")
-    by_layer.set_xlabel("position of the token")
-    _label(over_time, trace)
-    by_layer.set_xlim(0, seen)
-    for axes in (over_time, by_layer):
-        axes.set_facecolor(_PAPER)
-        axes.axvline(prompt, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
-        axes.tick_params(colors=_FAINT, labelsize=8)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-        for side in ("left", "bottom"):
-            axes.spines[side].set_color(_FAINT)
-        axes.xaxis.label.set_color(_INK)
-        axes.yaxis.label.set_color(_INK)
-    bar = figure.colorbar(image, ax=[over_time, by_layer], fraction=0.035, pad=0.015)
-    bar.set_label("share of (layer, head) pairs that hold it", color=_INK)
-    bar.ax.tick_params(colors=_FAINT, labelsize=8)
-    bar.outline.set_visible(False)
     picture = io.BytesIO()
-    figure.savefig(picture, format="png")
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 6.4), dpi=120, layout="constrained")
+        FigureCanvasAgg(figure)
+        over_time, by_layer = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+        look: dict[str, Any] = {"cmap": shades.with_extremes(bad=_PAPER), "vmin": 0, "vmax": 1}
+        image = over_time.imshow(share, extent=(0, seen, seen + 0.5, prompt - 0.5), **look)
+        by_layer.imshow(_by_layer(trace), extent=(0, seen, layers - 0.5, -0.5), **look)
+        what = f"{trace.model[-40:]}, {trace.policy_name}, budget {trace.budget}, window {trace.window}"
+        over_time.set_title(f"What the ring remembered: {what}")
+        over_time.set_ylabel("tokens read")
+        by_layer.set_ylabel("layer, at the end")
+        by_layer.set_xlabel("position of the token")
+        _label(over_time, trace)
+        by_layer.set_xlim(0, seen)
+        for axes in (over_time, by_layer):
+            axes.axvline(prompt, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        bar = figure.colorbar(image, ax=[over_time, by_layer], fraction=0.035, pad=0.015)
+        bar.set_label("share of (layer, head) pairs that hold it")
+        bar.outline.set_visible(False)
+        figure.savefig(picture, format="png")
     write_whole(Path(path), picture.getvalue(), "--png")
 
 
@@ -110,8 +103,7 @@ def _label(axes: Any, trace: Trace) -> None:
     if (loop := trace.loop()) is not None:
         lines.append(f"a loop, {loop[0]} to {loop[1] - 1}, under the orange bar")
         axes.axvspan(loop[0], min(loop[1], seen), 1, 1.015, color=_LOOP, linewidth=0, clip_on=False)
-    place: dict[str, Any] = {"transform": axes.transAxes, "ha": "right", "va": "top"}
-    axes.text(0.985, 0.95, "\n".join(lines), fontsize=9, color=_FAINT, parse_math=False, **place)
+    axes.text(0.985, 0.95, "\n".join(lines), fontsize=9, color=_FAINT, transform=axes.transAxes, ha="right", va="top")
 
 
 def _by_layer(trace: Trace) -> np.ndarray:

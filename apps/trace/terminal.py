@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ringkv.apps.console import fields_table, show
 from ringkv.apps.options import check_output
@@ -35,6 +34,7 @@ def print_trace(trace: Trace) -> None:
     """A trace in a few lines."""
     layers, heads, seen = trace.taken.shape
     live, prompt, loop = trace.live(), trace.prompt_tokens, trace.loop()
+    answer = f"{live[..., prompt:].mean():.1%}" if seen > prompt else "nothing"
     rows = {
         "model": trace.model,
         "policy": f"{trace.policy}; budget {trace.budget} + window {trace.window}, seed {trace.seed}",
@@ -42,12 +42,8 @@ def print_trace(trace: Trace) -> None:
         "pairs": f"{layers} layers of {heads} KV heads",
         "evictions": f"{spread(trace.evictions)} a layer",
         "retention": f"{trace.retention}; {spread(trace.retained)} of {prompt} prompt tokens a layer",
-        "held at the end": f"{live[..., :prompt].mean():.1%} of the prompt, {_share(live[..., prompt:])} of the answer",
+        "held at the end": f"{live[..., :prompt].mean():.1%} of the prompt, {answer} of the answer",
         "tokens": f"{int(live.all((0, 1)).sum())} held by every pair, {seen - int(live.any((0, 1)).sum())} by none",
         "loop": "none" if loop is None else f"positions {loop[0]} to {loop[1] - 1}",
     }
     show(fields_table(rows))
-
-
-def _share(held: Any) -> str:
-    return f"{held.mean():.1%}" if held.size else "nothing"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from ringkv.engine import DROPPED, LIVE, PREFILL, Completion, Engine, Record, describe
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, is_int, naming
 from ringkv.files import write_whole
 
 FORMAT, VERSION = "ringkv-trace", "1"
@@ -107,8 +107,8 @@ class Trace(Record):
         Raises:
             RingkvError: it cannot be read, or it is not a whole trace.
         """
-        name = f"trace {str(path)!r}"
-        try:
+        broken = "it is no whole safetensors file with JSON in it"
+        with naming(f"trace {str(path)!r}", broken, (SafetensorError, ValueError, RecursionError)):
             if os.path.isdir(path):
                 raise RingkvError("it is a folder; accepted is what generate --trace wrote")
             with safe_open(path, framework="numpy") as file:
@@ -119,16 +119,10 @@ class Trace(Record):
                     raise RingkvError.bad("version", metadata.get("version"), VERSION)
                 if set(file.keys()) != set(_ARRAYS):
                     raise RingkvError.bad("tensors", sorted(file.keys()), ", ".join(sorted(_ARRAYS)))
-                about = json.loads(metadata.get("about", "null"))
-                trace = cls(**{key: file.get_tensor(key) for key in _ARRAYS}, **_checked(about))
+                about = _checked(json.loads(metadata.get("about", "null")))
+                trace = cls(**{key: file.get_tensor(key) for key in _ARRAYS}, **about)
             _check(trace)
-        except RingkvError as error:
-            raise RingkvError(f"{name}: {error}") from None
-        except OSError as error:
-            raise RingkvError(f"{name}: {error.strerror or error}") from None
-        except (SafetensorError, ValueError, RecursionError) as error:
-            raise RingkvError(f"{name}: it is no whole safetensors file with JSON in it ({error})") from None
-        return trace
+            return trace
 
 
 def spread(numbers: list[int]) -> str:
@@ -137,36 +131,28 @@ def spread(numbers: list[int]) -> str:
     return str(few) if few == many else f"{few} to {many}"
 
 
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+def _of_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
-def _names(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-
-
-def _number(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _word(value: Any) -> bool:
-    return isinstance(value, str)
+def _natural(value: Any) -> bool:
+    return is_int(value) and value >= 0
 
 
 def _loop(value: Any) -> bool:
-    if value is None:
-        return True
     if not isinstance(value, dict) or set(value) != {"unit", "period", "count"} or not isinstance(value["unit"], list):
-        return False
-    ids = all(_number(id) and id < 2**31 for id in value["unit"])
-    return ids and _number(value["count"]) and value["period"] == len(value["unit"]) > 0
+        return value is None
+    ids = all(_natural(id) and id < 2**31 for id in value["unit"])
+    return ids and _natural(value["count"]) and value["period"] == len(value["unit"]) > 0
 
 
 _ABOUT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "texts": (_texts, "a list of texts"),
-    "special": (_names, "an object of texts"),
-    **dict.fromkeys(("model", "policy", "retention", "finish_reason"), (_word, "a text")),
-    **dict.fromkeys(("prompt_tokens", "budget", "window", "sinks", "pin", "seed", "sample"), (_number, "an int >= 0")),
+    "texts": (lambda value: isinstance(value, list) and _of_texts(value), "a list of texts"),
+    "special": (lambda value: isinstance(value, dict) and _of_texts(value.values()), "an object of texts"),
+    **dict.fromkeys(
+        ("model", "policy", "retention", "finish_reason"), (lambda value: isinstance(value, str), "a text")
+    ),
+    **dict.fromkeys(("prompt_tokens", "budget", "window", "sinks", "pin", "seed", "sample"), (_natural, "an int >= 0")),
     "repetition": (_loop, "null, or a unit of ids with its period and count"),
 }
 
