@@ -68,15 +68,13 @@ def launchers(path: str) -> dict[str, Callable[..., Any]]:
     Raises:
         AttributeError: the table names a launcher that its module does not have.
     """
-
-    def found(operation: Operation[Any, Any]) -> Callable[..., Any]:
-        module = operation.modules[path]
-        if module is MISSING:
-            return operation.twin
-        launcher: Callable[..., Any] = getattr(importlib.import_module(f"ringkv.kernels.{module}"), operation.name)
-        return launcher
-
-    return {name: found(operation) for name, operation in OPERATIONS.items()}
+    modules = {name: operation.modules[path] for name, operation in OPERATIONS.items()}
+    return {
+        name: operation.twin
+        if (module := modules[name]) is MISSING
+        else getattr(importlib.import_module(f"ringkv.kernels.{module}"), name)
+        for name, operation in OPERATIONS.items()
+    }
 
 
 def path_of(x: Tensor) -> str:
