@@ -9,6 +9,8 @@ from torch import Tensor
 
 # Probabilities are summed as integers of 2^-40: such sums are exact, so they do not depend on the order of addition.
 _ONE = float(1 << 40)
+# Two digits hold a probability: no float up to 1 uses its sign or its highest exponent bit.
+_DIGIT_BITS = 15
 GREEDY_BELOW = 1e-5
 
 
@@ -80,12 +82,30 @@ def _largest(p: Tensor, weight: Tensor, wanted: Tensor) -> Tensor:
     """The smallest set of largest ``p`` whose weight reaches ``wanted``; ties to the lower id.
 
     Args:
-        p: float32 [B, V]. weight: int64 [B, V], not negative. wanted: int64 [B], 1 .. the row's total.
+        p: float32 [B, V], from 0 to 1 (a rounding more). weight: int64 [B, V], not negative. wanted: int64 [B], 1 ..
+            the row's total.
 
     Returns:
         bool [B, V].
+
+    A radix search for the last value that is needed, by the high digit of its bits and then the low one (floats that
+    are not negative order as their bits do). A full sort of the vocabulary costs more than a layer of a small model.
     """
-    order = p.sort(dim=-1, descending=True, stable=True).indices
-    ordered = weight.gather(-1, order)
-    before = ordered.cumsum(-1) - ordered
-    return torch.zeros_like(p, dtype=torch.bool).scatter_(-1, order, before < wanted[:, None])
+    key = p.view(torch.int32)
+    high, low = key >> _DIGIT_BITS, key & ((1 << _DIGIT_BITS) - 1)
+    first, missing = _digit(high, weight, wanted[:, None])
+    second, missing = _digit(low, weight.where(high == first, 0), missing)
+    last = (first << _DIGIT_BITS) | second
+    tied = weight.where(key == last, 0)
+    # Of the ties, those are taken before which the weight still falls short.
+    return (key > last) | ((key == last) & (tied.cumsum(-1) - tied < missing))
+
+
+def _digit(digit: Tensor, weight: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The digit, int32 [B, 1], at which the weight from the highest down reaches ``wanted`` [B, 1], and what is
+    missing of it after all higher ones."""
+    histogram = torch.zeros(len(digit), 1 << _DIGIT_BITS, dtype=torch.int64, device=digit.device)
+    up_to = histogram.scatter_add_(1, digit.to(torch.int64), weight).cumsum(-1)
+    above = up_to[:, -1:] - up_to  # weight of all larger digits
+    chosen = (above >= wanted).sum(-1, keepdim=True)
+    return chosen.to(torch.int32), wanted - above.gather(1, chosen)

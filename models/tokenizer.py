@@ -29,17 +29,11 @@ VOCABULARIES = (
     *("vocab.json", "vocab.txt"),
 )
 
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of byte-level BPE stands for: its own, or the next one that is not printable."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    printable = {character for character in alphabet if ord(character) < 256}
-    hidden = [byte for byte in range(256) if chr(byte) not in printable]
-    stand_ins = sorted(set(alphabet) - printable)
-    return {character: ord(character) for character in printable} | dict(zip(stand_ins, hidden, strict=True))
-
-
-_BYTES = _byte_alphabet()
+# The byte that each character of byte-level BPE stands for: its own, or, from 256 on, the next that is not printable.
+_ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
+_PRINTABLE = [byte for byte in range(256) if chr(byte) in _ALPHABET]
+_HIDDEN = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_HIDDEN)}
 
 
 class Tokenizer:

@@ -103,22 +103,20 @@ class SafetensorsCheckpoint:
 
     def _check_dtypes(self) -> set[str]:
         """Refuse what is not a float; return the names of the scales."""
-        scales: set[str] = set()
+        scales = {name + SCALE for name, entry in self._entries.items() if entry.dtype == _FP8}
         for name, entry in self._entries.items():
             if entry.dtype == _FP8:
-                scales.add(self._check_scale(name, entry))
+                self._check_scale(name, entry)
             elif entry.dtype not in _DTYPES:
                 raise RingkvError(
                     f"{entry.shard}: tensor {short(name)} is {entry.dtype}: accepted is {', '.join(_DTYPES)}, and "
                     f"{_FP8} with quantization_config.weight_block_size"
                 )
-        if self._block is not None:
-            for name, entry in self._entries.items():
-                if name.endswith(SCALE) and name not in scales:
-                    raise RingkvError(f"{entry.shard}: tensor {short(name)} is the scale of no FP8 weight")
+            elif self._block is not None and name.endswith(SCALE) and name not in scales:
+                raise RingkvError(f"{entry.shard}: tensor {short(name)} is the scale of no FP8 weight")
         return scales
 
-    def _check_scale(self, name: str, entry: _Entry) -> str:
+    def _check_scale(self, name: str, entry: _Entry) -> None:
         scale = self._entries.get(name + SCALE)
         if self._block is None:
             raise RingkvError(
@@ -132,7 +130,6 @@ class SafetensorsCheckpoint:
                 f"{scale.shard}: tensor {short(name + SCALE)} is {scale.dtype} {list(scale.shape)}: accepted is a "
                 f"float {list(wanted)} for a weight {list(entry.shape)} in blocks of {list(self._block)}"
             )
-        return name + SCALE
 
     def _stored_dtype(self) -> str:
         """The type that holds most bytes, for a config.json that does not say."""
