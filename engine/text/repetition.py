@@ -39,16 +39,20 @@ class RepetitionDetector:
         due = period * (np.maximum(min_repeat_count, -(-min_repeat_span // period)) - 1)
         self._due = np.minimum(due, 2**31 - 1).astype(np.int32)
         self._runs = np.zeros(LONGEST, np.int32)
-        self._tokens = np.full(LONGEST, -1, np.int32)  # the last tokens, the latest first; -1 before the text begins
+        # The last tokens, the latest first, from self._start on; -1 before the text begins.
+        self._tokens, self._start = np.full(2 * LONGEST, -1, np.int32), LONGEST
         self._reported: set[int] = set()  # the periods whose present run was reported
         self.last: Repetition | None = None  # the loop reported last, with the count it has reached by now
 
     def push(self, token: int) -> Repetition | None:
         """Take the next token; returns a loop with the token that completes it, and None while it goes on."""
         self._runs += 1
-        self._runs *= self._tokens == token
-        self._tokens[1:] = self._tokens[:-1]
-        self._tokens[0] = token
+        self._runs *= self._tokens[self._start : self._start + LONGEST] == token
+        if self._start == 0:
+            self._tokens[LONGEST:] = self._tokens[:LONGEST]
+            self._start = LONGEST
+        self._start -= 1
+        self._tokens[self._start] = token
         loops = self._runs >= self._due
         self._reported = {period for period in self._reported if loops[period - 1]}
         if self.last is not None and self.last.period in self._reported:
@@ -57,7 +61,7 @@ class RepetitionDetector:
         if not loops[period - 1] or period in self._reported:
             return None
         self._reported.add(period)
-        unit = self._tokens[:period][::-1].tolist()
+        unit = self._tokens[self._start : self._start + period][::-1].tolist()
         self.last = Repetition(unit, period, self._count(period))
         return self.last
 
