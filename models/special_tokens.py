@@ -54,10 +54,8 @@ def add_named_tokens(backend: tokenizers.Tokenizer, folder: Path) -> dict[str, s
     config, known = optional_json(folder / _CONFIG), backend.get_added_tokens_decoder()
     if _DECODER in config:
         named, extra = _named(config, {}, folder)
-        source, tokens = f"{folder / _CONFIG}: {_DECODER}", config[_DECODER]
-        if not isinstance(tokens, dict):
-            raise refusal(source, tokens, "an object")
-        listed = [(_id(id, source), _token(token, source)) for id, token in tokens.items()]
+        source = f"{folder / _CONFIG}: {_DECODER}"
+        listed = [(_id(id, source), _token(token, source)) for id, token in _items(config[_DECODER], source)]
         again = dict(listed)
     else:
         named, extra = _named(config, optional_json(folder / _MAP), folder)
@@ -138,6 +136,12 @@ def _token(value: Any, at: str, **flags: bool) -> AddedToken:
 
 def _has_text(value: object) -> bool:
     return isinstance(value.get("content") if isinstance(value, dict) else value, str)
+
+
+def _items(value: object, at: str) -> list[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        raise refusal(at, value, "an object")
+    return list(value.items())
 
 
 def _id(value: object, at: str) -> int:

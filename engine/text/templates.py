@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError, meta, nodes
@@ -41,9 +40,7 @@ class ChatTemplate:
         try:
             tree = self._sandbox.parse(source)
             self.variables = frozenset(meta.find_undeclared_variables(tree))
-            attributes = (node.attr for node in tree.find_all(nodes.Getattr))
-            constants = (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
-            self.names = frozenset(filter(str.isidentifier, chain(attributes, constants)))
+            self.names = frozenset(filter(str.isidentifier, _words(tree)))
             self._template = self._sandbox.from_string(tree)
         except Exception as error:  # compiling evaluates constant expressions, which raise whatever they raise
             raise _one_line(error) from error
@@ -80,6 +77,11 @@ class ChatTemplate:
             # A template is a program, and may raise anything that a program raises.
             except Exception as error:
                 raise _one_line(error) from error
+
+
+def _words(tree: nodes.Template) -> Iterator[str]:
+    yield from (node.attr for node in tree.find_all(nodes.Getattr))
+    yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
 
 
 def _one_line(error: Exception) -> RingkvError:
