@@ -52,10 +52,8 @@ class Operation(Generic[_P, _R]):
         x = args[0]
         assert isinstance(x, Tensor)
         path = path_of(x)
-        if path == "torch":
-            return self.twin(*args, **kwargs)
         launcher: Callable[_P, _R] = launchers(path)[self.name]
-        if path == "native":
+        if path != "triton":
             return launcher(*args, **kwargs)
         with torch.cuda.device_of(x):
             return launcher(*args, **kwargs)
@@ -68,15 +66,11 @@ def launchers(path: str) -> dict[str, Callable[..., Any]]:
     Raises:
         AttributeError: the table names a launcher that its module does not have.
     """
-
-    def found(operation: Operation[Any, Any]) -> Callable[..., Any]:
-        module = operation.modules[path]
-        if module is MISSING:
-            return operation.twin
-        launcher: Callable[..., Any] = getattr(importlib.import_module(f"ringkv.kernels.{module}"), operation.name)
-        return launcher
-
-    return {name: found(operation) for name, operation in OPERATIONS.items()}
+    found = {name: operation.twin for name, operation in OPERATIONS.items()}
+    for name, operation in OPERATIONS.items():
+        if (module := operation.modules.get(path)) is not MISSING:
+            found[name] = getattr(importlib.import_module(f"ringkv.kernels.{module}"), name)
+    return found
 
 
 def path_of(x: Tensor) -> str:

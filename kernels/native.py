@@ -85,9 +85,7 @@ def library() -> ctypes.CDLL:
 def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """See ``norm.add_rms_norm``."""
     out = torch.empty_like(x)
-    more = None if delta is None else _pointer(delta)
-    threads = torch.get_num_threads()
-    library().add_rms_norm(_pointer(x), more, _pointer(weight), out.data_ptr(), *x.shape, eps, threads)
+    library().add_rms_norm(*_pointers(x, delta, weight, out), *x.shape, eps, torch.get_num_threads())
     return out
 
 
@@ -95,7 +93,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """See ``silu.silu_mul``."""
     rows, width = gate_up.shape
     out = gate_up.new_empty(rows, width // 2)
-    library().silu_mul(_pointer(gate_up), out.data_ptr(), rows, width // 2, torch.get_num_threads())
+    library().silu_mul(*_pointers(gate_up, out), rows, width // 2, torch.get_num_threads())
     return out
 
 
@@ -103,20 +101,8 @@ def attend(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles:
     """See ``attention.attend``."""
     own = _layers.get(ring) or _layers.setdefault(ring, NativeLayer(ring))
     out, scratch = qkv.new_empty(len(qkv), own.width), qkv.new_empty(own.scratch_size)
-    q_norm, k_norm = (None, None) if norms is None else (_pointer(norms[0]), _pointer(norms[1]))
-    written = library().attend(
-        _pointer(qkv),
-        q_norm,
-        k_norm,
-        _pointer(angles.cos),
-        _pointer(angles.sin),
-        out.data_ptr(),
-        own.pointers,
-        eps,
-        own.scale,
-        scratch.data_ptr(),
-        torch.get_num_threads(),
-    )
+    tensors = _pointers(qkv, *(norms or (None, None)), angles.cos, angles.sin, out)
+    written = library().attend(*tensors, own.pointers, eps, own.scale, scratch.data_ptr(), torch.get_num_threads())
     assert written, "a lane is full"
     return out
 
@@ -132,7 +118,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor) -> Tensor
     assert threads > 0
     out = q.new_empty(n, heads * d)
     rows = (each for x in (q, k, v) for each in (x.data_ptr(), x.stride(0)))
-    library().causal_attention(*rows, out.data_ptr(), n, kv_heads, group, d, d**-0.5, _pointer(scratch), threads)
+    sizes = n, kv_heads, group, d, d**-0.5
+    library().causal_attention(*rows, out.data_ptr(), *sizes, *_pointers(scratch), threads)
     return out
 
 
@@ -141,7 +128,7 @@ def philox(seed: Tensor, c0: Tensor | int, c1: Tensor | int, c2: Tensor | int, c
     counters = (torch.as_tensor(c, dtype=torch.int64) for c in (c0, c1, c2, c3))
     words = [word.contiguous() for word in torch.broadcast_tensors(seed, *counters)]
     out = seed.new_empty(4, *words[0].shape)
-    pointers = (_pointer(word, torch.int64) for word in words)
+    pointers = _pointers(*words, dtype=torch.int64)
     library().philox(*pointers, words[0].numel(), out.data_ptr(), torch.get_num_threads())
     return out.unbind(0)
 
@@ -152,31 +139,18 @@ def sample(logits: Tensor, filters: Filters | None, uniform: Tensor | None) -> T
     assert logits.stride(1) == 1
     rows, n = logits.shape
     threads = min(rows, torch.get_num_threads())
-    temperature = top_k = top_p = min_p = noise = None
-    if filters is not None and uniform is not None:
-        temperature, noise = _pointer(filters.temperature), _pointer(uniform)
-        top_k = None if filters.top_k is None else _pointer(filters.top_k, torch.int64)
-        top_p, min_p = (None if each is None else _pointer(each) for each in (filters.top_p, filters.min_p))
     token, scratch = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(threads * n)
-    library().sample(
-        logits.data_ptr(),
-        token.data_ptr(),
-        rows,
-        n,
-        logits.stride(0),
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        noise,
-        GREEDY_BELOW,
-        scratch.data_ptr(),
-        threads,
-    )
+    drawn: list[int | None] = [None] * 5
+    if filters is not None and uniform is not None:
+        temperature, top_p, min_p, noise = _pointers(filters.temperature, filters.top_p, filters.min_p, uniform)
+        drawn = [temperature, *_pointers(filters.top_k, dtype=torch.int64), top_p, min_p, noise]
+    sizes = rows, n, logits.stride(0)
+    library().sample(logits.data_ptr(), token.data_ptr(), *sizes, *drawn, GREEDY_BELOW, scratch.data_ptr(), threads)
     return token
 
 
-def _pointer(x: Tensor, dtype: torch.dtype = torch.float32) -> int:
-    assert x.dtype == dtype
-    assert x.is_contiguous()
-    return x.data_ptr()
+def _pointers(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> list[int | None]:
+    """Where tensors lie; None, for C a null pointer, for those that are not there."""
+    for x in tensors:
+        assert x is None or (x.dtype == dtype and x.is_contiguous())
+    return [None if x is None else x.data_ptr() for x in tensors]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import overload
 
 import torch
 from torch import Tensor
 
 
-class Pairs(Sequence[tuple[int, int]]):
+class Pairs(list[tuple[int, int]]):
     """Pairs that the host knows as ints, and the device as tensors.
 
     Attributes:
@@ -17,22 +16,10 @@ class Pairs(Sequence[tuple[int, int]]):
     """
 
     def __init__(self, pairs: Iterable[tuple[int, int]], device: torch.device) -> None:
-        self._pairs = list(pairs)
+        super().__init__(pairs)
         # Pinned memory lets the host go on while the device still computes.
-        index = torch.tensor(self._pairs, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        index = torch.tensor(self, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         self.layer, self.lane = index.T.contiguous()
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    @overload
-    def __getitem__(self, index: int) -> tuple[int, int]: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[tuple[int, int]]: ...
-
-    def __getitem__(self, index: int | slice) -> tuple[int, int] | list[tuple[int, int]]:
-        return self._pairs[index]
 
 
 def layers_and_lanes(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:

@@ -13,14 +13,10 @@ from ringkv.kernels.norm import rms_norm
 
 @dataclass
 class Angles:
-    """Rotary angles of n tokens.
+    """Rotary angles of n tokens."""
 
-    Attributes:
-        cos, sin: [n, D/2] float32.
-    """
-
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor  # float32 [n, D/2]
+    sin: Tensor  # float32 [n, D/2]
 
     @cached_property
     def paired(self) -> tuple[Tensor, Tensor]:

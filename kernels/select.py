@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringkv.kernels.pairs import Pairs
+from ringkv.kernels.pairs import layers_and_lanes
 
 
 def lowest(priority: Tensor, protected: Tensor, count: int | Tensor) -> Tensor:
@@ -57,15 +57,13 @@ def free(
 
     A pair whose ``count`` is not n is left alone: the device has the last word on what is full.
     """
-    assert isinstance(pairs, Pairs)
-    layer, lane, n = pairs.layer, pairs.lane, slot.shape[-1]
+    (layer, lane), n = layers_and_lanes(pairs), slot.shape[-1]
     kept = torch.zeros_like(victim[..., :1]).expand(*victim.shape[:2], n - victim.shape[-1])
     moved = slot.gather(2, partition(torch.cat((victim, kept), dim=-1)))
     full = count[layer, lane] == n
     freed = moved[..., n - victims :]
     marks = position[layer, lane]
-    unmarked = marks.scatter(2, freed, -1)
-    position[layer, lane] = torch.where(full[:, None, None], unmarked, marks)
+    position[layer, lane] = torch.where(full[:, None, None], marks.scatter(2, freed, -1), marks)
     live = order[layer, lane, :, :n]
     order[layer, lane, :, :n] = torch.where(full[:, None, None], moved.to(order.dtype), live)
     count[layer, lane] -= full * victims

@@ -127,11 +127,7 @@ class ModelConfig:
             dtype=_dtype(keys),
             eos_ids=keys.token_ids("eos_token_id"),
         )
-        for key, accepted in FIXED.items():
-            if key in keys:
-                keys.choice(key, accepted)
-        keys.skip(HARMLESS)
-        keys.finish()
+        keys.finish(HARMLESS, FIXED)
         return built
 
 
@@ -178,7 +174,6 @@ def _nope_layers(keys: Keys, layers: int) -> tuple[int, ...]:
     """The layers without rotary embedding: those with a 0 in no_rope_layers, else every no_rope_layer_interval-th."""
     interval = keys.integer("no_rope_layer_interval", 4)
     if "no_rope_layers" not in keys:
-        keys.skip(("no_rope_layers",))
         return tuple(range(interval - 1, layers, interval))
     rotated = keys.integers("no_rope_layers", high=1)
     if len(rotated) < layers:
@@ -210,7 +205,6 @@ def _moe(keys: Keys, layers: int) -> MoeConfig | None:
     experts = keys.integer(names[0], high=65536) if names else 128
     step = keys.integer("decoder_sparse_step", 1)
     dense = keys.integers("mlp_only_layers", high=layers - 1) if "mlp_only_layers" in keys else ()
-    keys.skip(("num_experts", "num_local_experts", "mlp_only_layers"))
     moe = MoeConfig(
         experts=experts,
         experts_per_token=keys.integer("num_experts_per_tok", 8, high=experts),
@@ -223,7 +217,6 @@ def _moe(keys: Keys, layers: int) -> MoeConfig | None:
 
 def _dtype(keys: Keys) -> str:
     named = [keys.choice(key, DTYPES) for key in ("dtype", "torch_dtype") if key in keys]
-    keys.skip(("dtype", "torch_dtype"))
     if len(set(named)) > 1:
         raise keys.refuse("torch_dtype", f"{named[0]}, the value of dtype")
     return named[0] if named else "float32"

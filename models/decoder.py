@@ -77,8 +77,7 @@ class Decoder:
         # Products that are packed, the head first, with the rows that each name has of them.
         self._packed: list[tuple[PackedLinear, Mapping[str, int]]] = []
         self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, device)
-        self.embedding = self._empty(config.vocab_size, config.hidden_size, dtype=self.weight_dtype)
-        self._parameters[EMBEDDING] = self.embedding
+        self.embedding = self._parameter(EMBEDDING, config.vocab_size, config.hidden_size, dtype=self.weight_dtype)
         self.head: AnyLinear
         if config.tie_embeddings and not packed:
             self.head = Linear(self.embedding)
@@ -86,7 +85,7 @@ class Decoder:
             name = EMBEDDING if config.tie_embeddings else HEAD
             self.head = self._linear({name.removesuffix(".weight"): config.vocab_size}, config.hidden_size, False)
         self.layers = [self._layer(index) for index in range(config.layers)]
-        self.norm = self._parameter((config.hidden_size,), "model.norm.weight")
+        self.norm = self._parameter("model.norm.weight", config.hidden_size)
 
     def destinations(self) -> dict[str, Tensor]:
         """Every tensor that a checkpoint must hold, by name, with the view that it fills.
@@ -165,8 +164,8 @@ class Decoder:
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
-    def _parameter(self, shape: tuple[int, ...], name: str) -> Tensor:
-        self._parameters[name] = self._empty(*shape)
+    def _parameter(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        self._parameters[name] = self._empty(*shape, dtype=dtype)
         return self._parameters[name]
 
     def _linear(self, outputs: Mapping[str, int], inputs: int, bias: bool) -> AnyLinear:
@@ -186,32 +185,26 @@ class Decoder:
     def _mlp(self, prefix: str, intermediate: int) -> Mlp:
         hidden, bias = self.config.hidden_size, self.config.mlp_bias
         gate_up = {f"{prefix}.gate_proj": intermediate, f"{prefix}.up_proj": intermediate}
-        return Mlp(
-            self._linear(gate_up, hidden, bias),
-            self._linear({f"{prefix}.down_proj": hidden}, intermediate, bias),
-        )
+        down = {f"{prefix}.down_proj": hidden}
+        return Mlp(self._linear(gate_up, hidden, bias), self._linear(down, intermediate, bias))
 
     def _sparse_mlp(self, prefix: str, moe: MoeConfig) -> SparseMlp:
         hidden, size = self.config.hidden_size, moe.intermediate_size
         gate_up, down = self._empty(moe.experts, 2 * size, hidden), self._empty(moe.experts, hidden, size)
         for expert in range(moe.experts):
             name = f"{prefix}.experts.{expert}"
-            self._parameters[f"{name}.gate_proj.weight"] = gate_up[expert, :size]
-            self._parameters[f"{name}.up_proj.weight"] = gate_up[expert, size:]
+            self._parameters |= _rows(gate_up[expert], {f"{name}.gate_proj": size, f"{name}.up_proj": size}, "weight")
             self._parameters[f"{name}.down_proj.weight"] = down[expert]
-        router = self._parameter((moe.experts, hidden), f"{prefix}.gate.weight")
+        router = self._parameter(f"{prefix}.gate.weight", moe.experts, hidden)
         return SparseMlp(router, gate_up, down, moe.experts_per_token, moe.normalize)
 
     def _layer(self, index: int) -> Layer:
         c, prefix = self.config, f"model.layers.{index}"
         attn = f"{prefix}.self_attn"
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        norms = None
-        if c.qk_norm:
-            norms = (
-                self._parameter((c.head_dim,), f"{attn}.q_norm.weight"),
-                self._parameter((c.head_dim,), f"{attn}.k_norm.weight"),
-            )
+        qkv = {f"{attn}.q_proj": q, f"{attn}.k_proj": kv, f"{attn}.v_proj": kv}
+        q_norm, k_norm = (f"{attn}.{x}_norm.weight" for x in "qk")
+        norms = (self._parameter(q_norm, c.head_dim), self._parameter(k_norm, c.head_dim)) if c.qk_norm else None
         mlp: Mlp | SparseMlp
         if c.moe is not None and index in c.moe.layers:
             mlp = self._sparse_mlp(f"{prefix}.mlp", c.moe)
@@ -219,13 +212,11 @@ class Decoder:
             mlp = self._mlp(f"{prefix}.mlp", c.intermediate_size)
         return Layer(
             index=index,
-            input_norm=self._parameter((c.hidden_size,), f"{prefix}.input_layernorm.weight"),
-            qkv=self._linear(
-                {f"{attn}.q_proj": q, f"{attn}.k_proj": kv, f"{attn}.v_proj": kv}, c.hidden_size, c.qkv_bias
-            ),
+            input_norm=self._parameter(f"{prefix}.input_layernorm.weight", c.hidden_size),
+            qkv=self._linear(qkv, c.hidden_size, c.qkv_bias),
             qk_norms=norms,
             o=self._linear({f"{attn}.o_proj": c.hidden_size}, q, c.o_bias),
-            mlp_norm=self._parameter((c.hidden_size,), f"{prefix}.post_attention_layernorm.weight"),
+            mlp_norm=self._parameter(f"{prefix}.post_attention_layernorm.weight", c.hidden_size),
             mlp=mlp,
         )
 

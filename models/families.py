@@ -7,60 +7,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """One ``model_type``. What an absent key means is taken from transformers' configuration class.
+    """One ``model_type``. What an absent key means is taken from transformers' configuration class."""
 
-    Attributes:
-        architecture: the class that checkpoints of this type name.
-        max_position: the value of an absent max_position_embeddings.
-        kv_heads: the value of an absent num_key_value_heads; None means the number of query heads.
-        head_dim: the value of an absent head_dim; None means hidden_size / num_attention_heads.
-        theta: the value of an absent rope_theta.
-        tie: the value of an absent tie_word_embeddings.
-        qk_norm: whether queries and keys are normalised before RoPE.
-        attention_bias, mlp_bias: None if the key of that name decides, else the value that every model has.
-        window: the value of an absent sliding_window.
-        window_flag: whether a window counts only if use_sliding_window is true.
-        window_scope: the keys that say which layers a window covers.
-        nope: whether some layers have no rotary embedding.
-        moe: whether the MLP is a mixture of experts.
-    """
-
-    architecture: str
-    max_position: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    theta: float = 10000.0
-    tie: bool = False
-    qk_norm: bool = False
-    attention_bias: bool | None = None
-    mlp_bias: bool | None = False
-    window: int | None = None
-    window_flag: bool = True
-    window_scope: tuple[str, ...] = ()
-    nope: bool = False
-    moe: bool = False
+    architecture: str  # the class that checkpoints of this type name
+    max_position: int  # of an absent max_position_embeddings
+    kv_heads: int | None = None  # of an absent num_key_value_heads; None means the number of query heads
+    head_dim: int | None = None  # of an absent head_dim; None means hidden_size / num_attention_heads
+    theta: float = 10000.0  # of an absent rope_theta
+    tie: bool = False  # of an absent tie_word_embeddings
+    qk_norm: bool = False  # whether queries and keys are normalised before RoPE
+    attention_bias: bool | None = None  # the value that every model has; None if the key of this name decides
+    mlp_bias: bool | None = False  # the same
+    window: int | None = None  # of an absent sliding_window
+    window_flag: bool = True  # whether a window counts only if use_sliding_window is true
+    window_scope: tuple[str, ...] = ()  # the keys that say which layers a window covers
+    nope: bool = False  # whether some layers have no rotary embedding
+    moe: bool = False  # whether the MLP is a mixture of experts
 
 
+_BY_LAYER = ("layer_types", "max_window_layers")
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", 2048, mlp_bias=None, window_flag=False),
     "mistral": Family("MistralForCausalLM", 131072, kv_heads=8, attention_bias=False, window=4096, window_flag=False),
     # The biases of q, k and v are part of the architecture; there is no key for them.
-    "qwen2": Family(
-        "Qwen2ForCausalLM",
-        32768,
-        kv_heads=32,
-        attention_bias=True,
-        window=4096,
-        window_scope=("layer_types", "max_window_layers"),
-    ),
+    "qwen2": Family("Qwen2ForCausalLM", 32768, kv_heads=32, attention_bias=True, window=4096, window_scope=_BY_LAYER),
     "qwen3": Family(
-        "Qwen3ForCausalLM",
-        32768,
-        kv_heads=32,
-        head_dim=128,
-        qk_norm=True,
-        window=4096,
-        window_scope=("layer_types", "max_window_layers"),
+        "Qwen3ForCausalLM", 32768, kv_heads=32, head_dim=128, qk_norm=True, window=4096, window_scope=_BY_LAYER
     ),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", 32768, kv_heads=4, qk_norm=True, window=4096, moe=True),
     "smollm3": Family(

@@ -102,8 +102,17 @@ class Keys:
         """Count these keys as read, because they change nothing."""
         self._read.update(keys)
 
-    def finish(self) -> None:
-        """Refuse a key that was not read, unless it is null, which switches nothing on."""
+    def finish(self, harmless: Iterable[str] = (), fixed: Mapping[str, Collection[Any]] | None = None) -> None:
+        """Refuse a key that was not read, unless it is null, which switches nothing on.
+
+        Args:
+            harmless: keys that change nothing.
+            fixed: keys that may be there with these values only.
+        """
+        self.skip(harmless)
+        for key, accepted in (fixed or {}).items():
+            if key in self:
+                self.choice(key, accepted)
         for key, value in self._values.items():
             if key not in self._read and value is not None:
                 name = key if key.isprintable() and len(key) < 80 else short(key)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import tokenizers
@@ -29,17 +29,11 @@ VOCABULARIES = (
     *("vocab.json", "vocab.txt"),
 )
 
-
-def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of byte-level BPE stands for: its own, or the next one that is not printable."""
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    printable = {character for character in alphabet if ord(character) < 256}
-    hidden = [byte for byte in range(256) if chr(byte) not in printable]
-    stand_ins = sorted(set(alphabet) - printable)
-    return {character: ord(character) for character in printable} | dict(zip(stand_ins, hidden, strict=True))
-
-
-_BYTES = _byte_alphabet()
+# The byte that each character of byte-level BPE stands for: its own, or, from 256 on, the next that is not printable.
+_ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
+_PRINTABLE = [byte for byte in range(256) if chr(byte) in _ALPHABET]
+_HIDDEN = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_HIDDEN)}
 
 
 class Tokenizer:
@@ -88,7 +82,8 @@ class Tokenizer:
         eos_id = self.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_ids = tuple(eos_ids) if eos_ids is not None else () if eos_id is None else (eos_id,)
         self.special_ids = frozenset(id for id, token in self._added.items() if token.special)
-        self.control_tokens = {token.content: id for id, token in self._added.items() if _is_control(token)}
+        control = (pair for pair in self._added.items() if pair[1].special or len(pair[1].content.strip()) > 1)
+        self.control_tokens = {token.content: id for id, token in control}
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
         if self.size > _MAX_SIZE:
@@ -165,12 +160,11 @@ class Tokenizer:
         encoding = self._encoding(plain, "".join(pieces))
         found = [span for id, span in zip(encoding.ids, encoding.offsets, strict=True) if ours.get(id) in names]
         if len(found) < sum(isinstance(part, int) for part in parts):
-            spans = zip(borders, map(len, pieces), strict=False)
+            reached = {at for span in found for at in range(*span)}
+            missed = [reached.isdisjoint(range(*span)) for span in pairwise(borders)]
+            told = zip(parts, missed, strict=True)
             return self._encoded(
-                [
-                    part if isinstance(part, str) or _meets(found, *span) else self._added[part].content
-                    for part, span in zip(parts, spans, strict=True)
-                ]
+                [self._added[part].content if isinstance(part, int) and miss else part for part, miss in told]
             )
         for id in set(self.control_tokens.values()).intersection(encoding.ids) - ours.keys():
             raise RingkvError(f"text: the tokenizer makes the control token {self._added[id].content!r} of plain text")
@@ -227,17 +221,8 @@ class Tokenizer:
         # New ids count on from the number of words, which is no free id where the vocabulary has holes.
         holes = max(words.values(), default=-1) + 1 - len(words)
         plain.add_tokens([f"\U0010fffd{nonce}-{hole}\U0010fffd" for hole in range(holes)])
-        added = [
-            AddedToken(
-                text,
-                single_word=self._added[id].single_word,
-                lstrip=self._added[id].lstrip,
-                rstrip=self._added[id].rstrip,
-                normalized=self._added[id].normalized,
-            )
-            for id, text in texts.items()
-        ]
-        plain.add_tokens(added)
+        fields = {id: {**token.__getstate__(), "special": False} for id, token in self._added.items()}
+        plain.add_tokens([AddedToken(**{**fields[id], "content": text}) for id, text in texts.items()])
         return plain, names, {plain.token_to_id(text): id for id, text in texts.items()}
 
 
@@ -250,16 +235,6 @@ def refusing(path: Path) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             raise RingkvError(f"{path}: not a tokenizer: {' '.join(str(error).split())}") from error
         raise
-
-
-def _meets(spans: Sequence[tuple[int, int]], start: int, length: int) -> bool:
-    """Whether any of the spans, which are in order and apart, has a character of another one."""
-    next = bisect_right(spans, start, key=lambda span: span[1])
-    return next < len(spans) and spans[next][0] < start + length
-
-
-def _is_control(token: AddedToken) -> bool:
-    return bool(token.special or len(token.content.strip()) > 1)
 
 
 def _decoding(backend: tokenizers.Tokenizer) -> tuple[str, bool, bool]:

@@ -30,15 +30,11 @@ class ThoughtTags:
 
     Where both tags are single control tokens, only these tokens are tags; the same characters written with other
     tokens, as when a model speaks of tags, are text. Otherwise the characters are the tags.
-
-    Attributes:
-        open, close: their texts.
-        open_id, close_id: their tokens; both None where one of them has none of its own.
     """
 
     open: str = "<think>"
     close: str = "</think>"
-    open_id: int | None = None
+    open_id: int | None = None  # both None where one of the tags is no token of its own
     close_id: int | None = None
 
     @property

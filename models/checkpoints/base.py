@@ -25,12 +25,9 @@ class Checkpoint(Protocol):
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor, by name, without reading any."""
-        ...
 
     def read(self, name: str, out: Tensor) -> None:
         """Fill ``out`` (of the tensor's shape, any float dtype) in place, with no second copy of a large tensor."""
-        ...
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer with its chat template, or None where the checkpoint holds none."""
-        ...

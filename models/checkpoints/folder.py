@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoints.fp8 import SCALE, block_size, dequantize
 from ringkv.models.keys import read_json, short
+from ringkv.models.special_tokens import optional_json
 from ringkv.models.tokenizer import Tokenizer
 
 SINGLE = "model.safetensors"
@@ -34,7 +37,10 @@ class _Entry:
     shard: Path
     shape: tuple[int, ...]
     dtype: str
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * (1 if self.dtype == _FP8 else getattr(torch, _DTYPES[self.dtype]).itemsize)
 
 
 class SafetensorsCheckpoint:
@@ -52,8 +58,7 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path, name: str | None = None, *, alone: bool = True) -> None:
         self.folder, self.name = folder, name or str(folder)
         self.config: Mapping[str, Any] = read_json(folder / "config.json")
-        generation = folder / "generation_config.json"
-        self.generation_config: Mapping[str, Any] = read_json(generation) if generation.exists() else {}
+        self.generation_config: Mapping[str, Any] = optional_json(folder / "generation_config.json")
         self._block = block_size(self.config.get("quantization_config"))
         self._entries = _read_headers(folder, alone)
         self._scales = self._check_dtypes()
@@ -63,11 +68,10 @@ class SafetensorsCheckpoint:
             self.config = {**self.config, "dtype": self._stored_dtype()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every weight; scales of FP8 weights belong to their weights and are not listed."""
+        # The scales of FP8 weights belong to their weights.
         return {name: entry.shape for name, entry in self._entries.items() if name not in self._scales}
 
     def read(self, name: str, out: Tensor) -> None:
-        """Fill ``out`` with a tensor, block by block, dequantised if it is FP8."""
         entry = self._entries[name]
         assert tuple(out.shape) == entry.shape, name
         if not entry.shape or 0 in entry.shape:
@@ -84,7 +88,6 @@ class SafetensorsCheckpoint:
             out[start : start + rows].copy_(part)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the folder; None where there is no tokenizer.json."""
         return Tokenizer.from_folder(self.folder)
 
     def _part(self, entry: _Entry, name: str, rows: slice | None = None) -> Tensor:
@@ -101,22 +104,20 @@ class SafetensorsCheckpoint:
 
     def _check_dtypes(self) -> set[str]:
         """Refuse what is not a float; return the names of the scales."""
-        scales: set[str] = set()
+        scales = {name + SCALE for name, entry in self._entries.items() if entry.dtype == _FP8}
         for name, entry in self._entries.items():
             if entry.dtype == _FP8:
-                scales.add(self._check_scale(name, entry))
+                self._check_scale(name, entry)
             elif entry.dtype not in _DTYPES:
                 raise RingkvError(
                     f"{entry.shard}: tensor {short(name)} is {entry.dtype}: accepted is {', '.join(_DTYPES)}, and "
                     f"{_FP8} with quantization_config.weight_block_size"
                 )
-        if self._block is not None:
-            for name, entry in self._entries.items():
-                if name.endswith(SCALE) and name not in scales:
-                    raise RingkvError(f"{entry.shard}: tensor {short(name)} is the scale of no FP8 weight")
+            elif self._block is not None and name.endswith(SCALE) and name not in scales:
+                raise RingkvError(f"{entry.shard}: tensor {short(name)} is the scale of no FP8 weight")
         return scales
 
-    def _check_scale(self, name: str, entry: _Entry) -> str:
+    def _check_scale(self, name: str, entry: _Entry) -> None:
         scale = self._entries.get(name + SCALE)
         if self._block is None:
             raise RingkvError(
@@ -130,7 +131,6 @@ class SafetensorsCheckpoint:
                 f"{scale.shard}: tensor {short(name + SCALE)} is {scale.dtype} {list(scale.shape)}: accepted is a "
                 f"float {list(wanted)} for a weight {list(entry.shape)} in blocks of {list(self._block)}"
             )
-        return name + SCALE
 
     def _stored_dtype(self) -> str:
         """The type that holds most bytes, for a config.json that does not say."""
@@ -149,7 +149,9 @@ def _read_headers(folder: Path, alone: bool) -> dict[str, _Entry]:
     else:
         index, shards = None, [SINGLE]
         if SINGLE not in present:
-            raise RingkvError(_nothing_found(folder))
+            pickles = sorted(path.name for path in folder.glob("*.bin"))[:1]
+            found = f" (found {pickles[0]}: pickle files are never opened)" if pickles else ""
+            raise RingkvError(f"{folder}: holds neither {SINGLE} nor {INDEX}{found}")
     # Mistral's repositories hold the weights a second time, under its own names.
     for name in sorted(present - set(shards)):
         if alone and not name.startswith("consolidated"):
@@ -186,21 +188,8 @@ def _read_header(shard: Path) -> dict[str, _Entry]:
     file = _open(shard)
     if (layout := (file.metadata() or {}).get("format", "pt")) not in ("pt", "mlx"):
         raise RingkvError(f"{shard}: the header's format is {short(layout)}: accepted is pt")
-    entries = {}
-    for name in file.offset_keys():
-        header = file.get_slice(name)
-        shape, dtype = tuple(header.get_shape()), str(header.get_dtype())
-        size = 1
-        for length in shape:
-            size *= length
-        entries[name] = _Entry(shard, shape, dtype, size * _itemsize(dtype))
-    return entries
-
-
-def _itemsize(dtype: str) -> int:
-    """Bytes of one element, from a name such as F8_E4M3 or BF16."""
-    bits = re.search(r"\d+", dtype)
-    return max(1, int(bits.group()) // 8) if bits else 1
+    headers = {name: file.get_slice(name) for name in file.offset_keys()}
+    return {name: _Entry(shard, tuple(each.get_shape()), str(each.get_dtype())) for name, each in headers.items()}
 
 
 def _open(shard: Path) -> Any:
@@ -212,9 +201,3 @@ def _open(shard: Path) -> Any:
 
 def _damaged(shard: Path, error: Exception) -> RingkvError:
     return RingkvError(f"{shard}: damaged, cut short or not safetensors: {' '.join(str(error).split())}")
-
-
-def _nothing_found(folder: Path) -> str:
-    pickles = sorted(path.name for path in folder.glob("*.bin"))[:1]
-    found = f" (found {pickles[0]}: pickle files are never opened)" if pickles else ""
-    return f"{folder}: holds neither {SINGLE} nor {INDEX}{found}"

@@ -29,8 +29,7 @@ def block_size(quantization: Any) -> tuple[int, int] | None:
     keys.choice("activation_scheme", ("dynamic",), "dynamic")
     keys.choice("fmt", ("e4m3",), "e4m3")
     # Which weights are FP8 is read from the files themselves.
-    keys.skip(("modules_to_not_convert", "ignored_layers", "dequantize"))
-    keys.finish()
+    keys.finish(("modules_to_not_convert", "ignored_layers", "dequantize"))
     return block[0], block[1]
 
 

@@ -60,6 +60,7 @@ _FIXED: dict[str, tuple[object, ...]] = {
     "expert_shared_count": (0,),
     "leading_dense_block_count": (0,),
 }
+_FIXED_DENSE: dict[str, tuple[object, ...]] = {"expert_count": (0,), "expert_used_count": (0,)}
 _FIXED_MOE: dict[str, tuple[object, ...]] = {
     "expert_gating_func": (1,),  # softmax
     "expert_weights_norm": (True,),
@@ -73,7 +74,7 @@ _BLOCK = 1 << 16
 
 
 class GGUFCheckpoint:
-    """A ``.gguf`` file of the architecture llama, qwen2, qwen3 or qwen3moe (a ``Checkpoint``).
+    """See Checkpoint: a ``.gguf`` file of the architecture llama, qwen2, qwen3 or qwen3moe.
 
     Stacked experts are exposed one by one, as ``model.layers.0.mlp.experts.3.up_proj.weight``. A tensor whose name
     is not known keeps it, so that strict loading reports it. ``config["rope_scaling"]`` may be
@@ -90,8 +91,7 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self._gguf = path, gguf_package()
-        file = read_gguf(path)
-        self._metadata, self._tensors = file.metadata, file.tensors
+        self._metadata, self._tensors = read_gguf(path)
         general = Keys(self._metadata, f"{path}: ")
         self._architecture = general.choice("general.architecture", tuple(ARCHITECTURES))
         general.choice("general.type", ("model",), "model")
@@ -108,11 +108,8 @@ class GGUFCheckpoint:
             self._entries[hf_name] = entry
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor, by name, without reading any."""
-        return {
-            name: tensor.shape if expert is None else tensor.shape[1:]
-            for name, (tensor, expert) in self._entries.items()
-        }
+        slices = self._entries.items()
+        return {name: tensor.shape if expert is None else tensor.shape[1:] for name, (tensor, expert) in slices}
 
     def read(self, name: str, out: Tensor) -> None:
         """Fill ``out`` (of the tensor's shape, any float dtype) in place, a block of rows at a time.
@@ -123,14 +120,12 @@ class GGUFCheckpoint:
         self._fill(*self._entries[name], out)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer with its chat template, or None where the file holds none."""
         return gguf_tokenizer(self._metadata, self.path)
 
     def _fill(self, tensor: GGUFTensor, expert: int | None, out: Tensor) -> None:
         order = self._row_order(tensor)
-        shape = tensor.shape if expert is None else tensor.shape[1:]
         # A vector is read as rows of one number, which may change places as the rows of a matrix do.
-        matrix = out if len(shape) == 2 else out[:, None]
+        matrix = out if out.dim() == 2 else out[:, None]
         rows, columns = matrix.shape
         step = max(1, _BLOCK // columns)
         # numpy copies in this thread; torch's threads, woken for every block, take longer than the copy.
@@ -230,14 +225,7 @@ class GGUFCheckpoint:
             config["num_experts_per_tok"] = keys.integer("expert_used_count")
             config["moe_intermediate_size"] = keys.integer("expert_feed_forward_length")
             config["norm_topk_prob"] = True
-        else:
-            keys.choice("expert_count", (0,), 0)
-            keys.choice("expert_used_count", (0,), 0)
-        for key, accepted in (_FIXED | _FIXED_MOE if moe else _FIXED).items():
-            if key in keys:
-                keys.choice(key, accepted)
-        keys.skip(_HARMLESS)
-        keys.finish()
+        keys.finish(_HARMLESS, _FIXED | (_FIXED_MOE if moe else _FIXED_DENSE))
         return config
 
     def _rope_scaling(self, keys: Keys) -> dict[str, Any] | None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringkv.errors import RingkvError
 from ringkv.models.keys import short
@@ -40,13 +40,11 @@ class GGUFTensor:
         return count * self.row_bytes // self.shape[-1]
 
 
-@dataclass(frozen=True)
-class GGUFFile:
+class GGUFFile(NamedTuple):
     """What the header of a GGUF file says."""
 
-    path: Path
-    metadata: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, GGUFTensor] = field(default_factory=dict)
+    metadata: dict[str, Any]
+    tensors: dict[str, GGUFTensor]
 
 
 def gguf_package() -> Any:
@@ -100,9 +98,9 @@ class _Header:
                 f"{self.path}: GGUF version = {'big-endian' if swapped else version}: accepted is little-endian 2 or 3"
             )
         tensors, pairs = self.count("Q"), self.count("Q")
-        file = GGUFFile(self.path)
+        file = GGUFFile({}, {})
         for _ in range(pairs):
-            key = self.string()
+            (key,) = self.strings(1)
             if key in file.metadata:
                 raise self.broken(f"it holds {short(key)} twice")
             file.metadata[key] = self.value(self.scalar("I"), key)
@@ -118,18 +116,18 @@ class _Header:
         return file
 
     def scalar(self, code: str) -> Any:
-        (value,) = struct.unpack_from("<" + code, self.data, self.at)
+        return self.scalars(code)[0]
+
+    def scalars(self, code: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + code, self.data, self.at)
         self.at += struct.calcsize("<" + code)
-        return value
+        return values
 
     def count(self, code: str, at_most: int = _MAX_COUNT) -> int:
         value: int = self.scalar(code)
         if value > at_most:
             raise self.broken(f"it counts {value} of something")
         return value
-
-    def string(self) -> str:
-        return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
         """The loop of the reader: a vocabulary and its merges are some hundred thousand strings."""
@@ -146,24 +144,16 @@ class _Header:
         return found
 
     def value(self, kind: int, key: str) -> Any:
-        if kind in _SCALARS:
-            return self.scalar(_SCALARS[kind])
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY:
-            raise self.broken(f"{short(key)} is of the unknown type {kind}")
-        kind, count = self.scalar("I"), self.count("Q")
-        if kind == _STRING:
-            return self.strings(count)
-        if kind not in _SCALARS:
-            raise self.broken(f"{short(key)} is an array of the unknown type {kind}")
-        code = f"<{count}{_SCALARS[kind]}"
-        values = struct.unpack_from(code, self.data, self.at)
-        self.at += struct.calcsize(code)
-        return list(values)
+        array, count = kind == _ARRAY, 1
+        if array:
+            kind, count = self.scalar("I"), self.count("Q")
+        if kind != _STRING and kind not in _SCALARS:
+            raise self.broken(f"{short(key)} is {'an array ' if array else ''}of the unknown type {kind}")
+        values = self.strings(count) if kind == _STRING else list(self.scalars(f"{count}{_SCALARS[kind]}"))
+        return values if array else values[0]
 
     def info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self.string()
+        (name,) = self.strings(1)
         dims = tuple(self.scalar("Q") for _ in range(self.count("I", _MAX_DIMS)))
         return name, dims, self.scalar("I"), self.scalar("Q")
 

