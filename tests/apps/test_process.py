@@ -95,7 +95,8 @@ def test_names_of_files_in_a_locale_without_their_characters(tiny, tmp_path):
     code, _, err = run("generate", "--input", source, "--output", tmp_path / "司.jsonl", *options, env=ASCII)
     lines = err.decode().splitlines()
     assert (code, len(lines)) == (0, 2), lines
-    assert lines[0].startswith("[1 of 1 results") and lines[1].startswith("results with warnings: 1;")
+    assert lines[0].startswith("[1 of 1 results")
+    assert lines[1].startswith("results with warnings: 1;")
     assert json.loads((tmp_path / "司.jsonl").read_text())["ringkv"]["model"] == str(tiny)
     assert run("generate", "Hi", *options, "--trace", tmp_path / "跡", env=ASCII)[0] == 0
     assert run("trace", tmp_path / "跡", "--html", tmp_path / "頁.html", env=ASCII)[::2] == (0, b"")
