@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing, contextmanager, suppress
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal, TypeAlias, overload
 
 import torch
@@ -16,14 +18,15 @@ from ringkv.engine.completion import Completion, StreamEvent
 from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
 from ringkv.engine.graph import make_runner
 from ringkv.engine.loading import load
-from ringkv.engine.loop import Loop
+from ringkv.engine.loop import Call, Loop
 from ringkv.engine.prompts import Prompt, Prompts
-from ringkv.engine.record import Record, Recorder, check_countable
-from ringkv.engine.report import completion, failure
+from ringkv.engine.record import Recorder, check_countable
+from ringkv.engine.report import about_ring, completion, failure
 from ringkv.engine.request import Generation, Request
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Progress, Runner
 from ringkv.engine.score import token_scores
+from ringkv.engine.serving import Serving
 from ringkv.errors import RingkvError, check_count, check_int
 from ringkv.kernels.backend import check, use
 from ringkv.models.checkpoints.base import Checkpoint
@@ -35,6 +38,7 @@ from ringkv.models.tokenizer import Tokenizer
 from ringkv.models.weights import load_weights
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+ASYNC_QUEUE = 256  # calls of an event loop that may wait in an engine beside those that have a lane
 
 
 class Engine:
@@ -107,10 +111,13 @@ class Engine:
         with use(self.backend):
             self._runner = make_runner(model, self.ring, self.prompts.vocabulary, tags)
             self._runner.sampler.forbid(self.prompts.holes | self.prompts.suppressed, self.prompts.not_first)
-        self._lock = threading.Lock()
-        self._holder: int | None = None
-        self._cancelled: set[int] = set()
-        self._closed = False
+        kinds = {"weights": model.weight_dtype, "compute": model.dtype, "ring": self.ring.k.dtype}
+        dtypes = {kind: str(value).removeprefix("torch.") for kind, value in kinds.items()}
+        self._about = {"model": name, "dtype": dtypes, "backend": self.backend}
+        self._ring_about = about_ring(self.ring)
+        self._serving = Serving(Loop(self._runner, self._start, self._report), self._limited)
+        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._places = weakref.WeakKeyDictionary()
 
     @classmethod
     def from_pretrained(
@@ -173,12 +180,28 @@ class Engine:
         Raises:
             RingkvError: a lone prompt that is refused. In a list its completion carries ``error``.
         """
-        if not self.prompts.is_batch(prompts):
-            requests = self._prepare(prompts, params, 0, raw, trace)
-            samples = sorted((done for _, done in self._iterate(requests, trace)), key=lambda done: done.sample)
-            return samples if len(samples) > 1 else samples[0]
-        results = list(self._iterate(self._prepare_all(prompts, params, raw, trace), trace))
-        return [done for _, done in sorted(results, key=lambda pair: (pair[0], pair[1].sample))]
+        if self.prompts.is_batch(prompts):
+            return _in_order(self._completions(self._call_all(prompts, params, raw, trace)))
+        samples = _in_order(self._completions(self._call(self._prepare(prompts, params, 0, raw, trace), trace=trace)))
+        return samples if len(samples) > 1 else samples[0]
+
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, raw: bool = False, trace: bool = False
+    ) -> Completion | list[Completion]:
+        """``generate`` for a task of an event loop. Requests of all tasks and threads share the lanes.
+
+        Cancelling the task ends its requests. See ``astream`` for what happens where there are many.
+        """
+        async with self._place():
+            batch = self.prompts.is_batch(prompts)
+            if batch:
+                call = self._call_all(prompts, params, raw, trace)
+            else:
+                call = self._call(await asyncio.to_thread(self._prepare, prompts, params, 0, raw, trace), trace=trace)
+            async with aclosing(self._aevents(call)) as events:
+                done = [(index, event.completion) async for index, event in events if event.completion is not None]
+        samples = _in_order(done)
+        return samples if batch or len(samples) > 1 else samples[0]
 
     def stream(
         self,
@@ -199,24 +222,51 @@ class Engine:
         """
         if self.prompts.is_batch(prompt):
             raise RingkvError("stream: one prompt at a time; use iterate or generate for a list")
-        params = _one(params)
-        if params.n > 1:
-            raise RingkvError(f"stream: n = {params.n} samples; accepted is 1 (use generate)")
-        return self._events(self._prepare(prompt, params, 0, raw, trace, begun), on_prefill, trace)
+        requests = self._prepare(prompt, _one_sample(params), 0, raw, trace, begun)
+        return self._events(self._call(requests, on_prefill, trace))
+
+    async def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        begun: Sequence[int] = (),
+        trace: bool = False,
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """``stream`` for a task of an event loop. Closing it, or cancelling the task, ends the request.
+
+        Requests of all tasks and threads share the lanes and are read in turn. Up to ``lanes + ASYNC_QUEUE`` calls of
+        an event loop are served or wait in the engine; a task beyond these waits before its prompt is read. What a
+        task has not taken yet is kept for it, at most its ``max_tokens``, and holds up nobody.
+        """
+        if self.prompts.is_batch(prompt):
+            raise RingkvError("astream: one prompt at a time; use agenerate for a list")
+        async with self._place():
+            arguments = prompt, _one_sample(params), 0, raw, trace, begun
+            call = self._call(await asyncio.to_thread(self._prepare, *arguments), trace=trace)
+            async with aclosing(self._aevents(call)) as events:
+                async for _, event in events:
+                    yield event
 
     def iterate(
         self,
-        prompts: Sequence[Prompt],
-        params: Params = None,
+        prompts: Iterable[Prompt],
+        params: Params | Iterator[SamplingParams] = None,
         *,
         raw: bool = False,
     ) -> Generator[tuple[int, Completion], None, None]:
-        """(index, completion) of each prompt as it finishes. Closing it cancels what still runs."""
-        return self._iterate(self._prepare_all(prompts, params, raw))
+        """(index, completion) of each prompt as it finishes. Closing it cancels what still runs.
+
+        Args:
+            prompts: a list, or an iterator of any length: a prompt is taken from it when a lane is free.
+            params: for all, or one for each prompt.
+        """
+        return self._completions(self._call_all(prompts, params, raw))
 
     def cancel(self, index: int) -> None:
-        """End the request with this index of the call that runs; its completion says "cancelled"."""
-        self._cancelled.add(index)
+        """End the request with this index, of every call that is open; its completion says "cancelled"."""
+        self._serving.cancel(index)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain text, as raw mode reads it: control tokens parsed, BOS once where the model has it."""
@@ -251,8 +301,11 @@ class Engine:
 
     @contextmanager
     def alone(self) -> Iterator[Runner]:
-        """The runner, for code that steps it itself: no other call runs meanwhile, and no lane afterwards."""
-        with self._exclusive(), self._limits():
+        """The runner, for code that steps it itself: no other call runs meanwhile, and no lane afterwards.
+
+        Requests that run are served to their end first; those that wait go on waiting.
+        """
+        with self._serving.alone(), self._limits():
             try:
                 yield self._runner
             finally:
@@ -264,14 +317,12 @@ class Engine:
         Raises:
             RingkvError: names or shapes that do not fit; nothing is written then.
         """
-        with self._exclusive():
+        with self._serving.alone():
             load_weights(self.model, StateDictCheckpoint(state_dict, self.model.config))
 
     def about(self) -> dict[str, Any]:
         """What runs, as results name it: model, dtype {weights, compute, ring}, backend."""
-        kinds = {"weights": self.model.weight_dtype, "compute": self.model.dtype, "ring": self.ring.k.dtype}
-        dtype = {name: str(kind).removeprefix("torch.") for name, kind in kinds.items()}
-        return {"model": self.name, "dtype": dtype, "backend": self.backend}
+        return dict(self._about)
 
     def plan(self) -> dict[str, int]:
         """Bytes that this engine holds: weights, ring and scratch."""
@@ -282,11 +333,10 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Free everything. The engine cannot be used afterwards; a second close does nothing."""
-        if not self._closed:
-            with self._exclusive():
-                self._closed = True
-                del self.model, self.ring, self._runner
+        """Cancel what runs and free everything. The engine cannot be used afterwards; a second close does nothing."""
+        self._serving.close()
+        for part in ("model", "ring", "_runner"):
+            vars(self).pop(part, None)
 
     def __enter__(self) -> Engine:
         return self
@@ -304,93 +354,88 @@ class Engine:
             check_countable((read - config.budget_tokens) // config.window if self.ring.policy.evicts else 0)
         return requests
 
-    def _prepare_all(
-        self, prompts: Prompt | Sequence[Prompt], params: Params, raw: bool, trace: bool = False
-    ) -> list[Request | tuple[int, RingkvError]]:
-        if not self.prompts.is_batch(prompts):
+    def _call(self, requests: list[Request], on_prefill: Progress | None = None, trace: bool = False) -> Call:
+        """A call for the samples of one prompt."""
+        return self._serving.register(Call([(0, requests)], on_prefill, Recorder(self.ring) if trace else None))
+
+    def _call_all(
+        self, prompts: Iterable[Any], params: Params | Iterator[SamplingParams], raw: bool, trace: bool = False
+    ) -> Call:
+        """A call for many prompts; each is prepared when a lane is free for it."""
+        if not isinstance(prompts, Iterator) and not self.prompts.is_batch(prompts):
             raise RingkvError("prompts: a list of prompts is needed here")
-        each = list(params) if isinstance(params, (list, tuple)) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise RingkvError(f"params: {len(each)} given for {len(prompts)} prompts")
-        prepared: list[Request | tuple[int, RingkvError]] = []
-        for index, (prompt, param) in enumerate(zip(prompts, each, strict=True)):
+        if isinstance(params, (list, tuple)):
+            if isinstance(prompts, Sequence) and len(params) != len(prompts):
+                raise RingkvError(f"params: {len(params)} given for {len(prompts)} prompts")
+            params = iter(params)
+        waves = self._waves(prompts, params if isinstance(params, Iterator) else repeat(params), raw, trace)
+        return self._serving.register(Call(waves, recorder=Recorder(self.ring) if trace else None))
+
+    def _waves(
+        self, prompts: Iterable[Any], each: Iterator[object], raw: bool, trace: bool
+    ) -> Iterator[tuple[int, list[Request] | Completion]]:
+        for index, prompt in enumerate(prompts):
             try:
-                prepared += self._prepare(prompt, param, index, raw, trace)
-            except RingkvError as error:
-                prepared.append((index, error))
-        return prepared
+                params = next(each)
+            except StopIteration:
+                raise RingkvError(f"params: {index} given for more prompts") from None
+            wave: list[Request] | Completion
+            try:
+                wave = self._prepare(prompt, params, index, raw, trace)
+            except Exception as error:  # whatever is wrong with a row is its own affair
+                wave = failure(self._about, self._ring_about, error)
+            yield index, wave
 
-    def _iterate(
-        self, prepared: Iterable[Request | tuple[int, RingkvError]], trace: bool = False
-    ) -> Generator[tuple[int, Completion], None, None]:
-        requests = []
-        for each in prepared:
-            if isinstance(each, Request):
-                requests.append(each)
-            else:
-                yield each[0], failure(self.about(), self.ring, each[1])
-        with closing(self._run(requests, trace=trace)) as run:
-            for request, event in run:
+    def _completions(self, call: Call) -> Generator[tuple[int, Completion], None, None]:
+        with closing(self._serving.events(call)) as events:
+            for index, event in events:
                 if event.completion is not None:
-                    yield request.index, event.completion
+                    yield index, event.completion
 
-    def _events(
-        self, requests: list[Request], on_prefill: Progress | None, trace: bool
-    ) -> Generator[StreamEvent, None, None]:
-        with closing(self._run(requests, on_prefill, trace)) as run:
-            for _, event in run:
+    def _events(self, call: Call) -> Generator[StreamEvent, None, None]:
+        with closing(self._serving.events(call)) as events:
+            for _, event in events:
                 yield event
 
-    def _run(
-        self, requests: list[Request], on_prefill: Progress | None = None, trace: bool = False
-    ) -> Generator[tuple[Request, StreamEvent], None, None]:
-        """What the loop serves, as events: one a piece of text, the last of a request with its completion."""
-        with self._exclusive(), self._recorded(trace) as recorder:
-            self._cancelled.clear()
-            loop = Loop(self._runner, self._start, self._cancelled, self._limits)
-            with closing(loop.run(requests, on_prefill)) as run:
-                for served in run:
-                    generation, ids = served.generation, served.token_ids
-                    pieces = served.pieces or [(generation.channel, "")]
-                    for place, (channel, text) in enumerate(pieces):
-                        last = place == len(pieces) - 1 and generation.finish_reason is not None
-                        done = self._completion(generation, recorder) if last else None
-                        yield generation.request, StreamEvent(text, channel, [] if place else ids, done)
+    async def _aevents(self, call: Call) -> AsyncGenerator[tuple[int, StreamEvent], None]:
+        """What a call gives, to a task; closing it cancels."""
+        tasks, came = asyncio.get_running_loop(), asyncio.Event()
 
-    @contextmanager
-    def _recorded(self, trace: bool) -> Iterator[Recorder | None]:
-        """A recorder that observes the ring, where a trace is wanted."""
-        if not trace:
-            yield None
-            return
-        self.ring.observers.append(recorder := Recorder(self.ring))
-        try:
-            yield recorder
-        finally:
-            self.ring.observers.remove(recorder)
+        def notify() -> None:
+            with suppress(RuntimeError):  # the event loop is closed
+                tasks.call_soon_threadsafe(came.set)
 
-    def _completion(self, generation: Generation, recorder: Recorder | None) -> Completion:
-        return completion(self.about(), self.ring, generation, _record(recorder, generation))
+        call.notify = notify
+        with call.open:
+            self._serving.submit_pumped(call)
+            while True:
+                came.clear()
+                ended, error = call.ended, call.error
+                while call.ready:
+                    yield call.ready.popleft()
+                if error is not None:
+                    raise error
+                if ended:
+                    return
+                await came.wait()
+
+    def _report(self, generation: Generation, recorder: Recorder | None) -> Completion:
+        record = None
+        if recorder is not None and generation.retained:  # its prompt was read
+            request = generation.request
+            record = recorder.record(generation.lane, request.ids, generation.tokens, request.pin)
+        return completion(self._about, self._ring_about, generation, record)
 
     def _start(self, request: Request, lane: int) -> Generation:
         return Generation(request, lane, self.prompts.decoder())
 
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """One call at a time: another thread waits; the same thread, inside an open stream, is refused."""
-        me = threading.get_ident()
-        if self._holder == me:
-            raise RingkvError(
-                "engine: a stream or iterator of this engine is still open in this thread; close it first"
-            )
-        with self._lock:
-            if self._closed:
-                raise RingkvError("engine: it is closed")
-            self._holder = me
-            try:
-                yield
-            finally:
-                self._holder = None
+    def _limited(self, work: Callable[[], None]) -> None:
+        with self._limits():
+            work()
+
+    def _place(self) -> asyncio.Semaphore:
+        """What a task of this event loop holds while its call is served or waits."""
+        return self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.lanes + ASYNC_QUEUE))
 
     @contextmanager
     def _limits(self) -> Iterator[None]:
@@ -407,12 +452,16 @@ class Engine:
                 torch.set_num_threads(before)
 
 
-def _record(recorder: Recorder | None, generation: Generation) -> Record | None:
-    """What became of a request's tokens; None where nobody asked or its prompt was not read."""
-    if recorder is None or not generation.retained:
-        return None
-    request = generation.request
-    return recorder.record(generation.lane, request.ids, generation.tokens, request.pin)
+def _in_order(results: Iterable[tuple[int, Completion]]) -> list[Completion]:
+    """By prompt, then by sample."""
+    return [done for _, done in sorted(results, key=lambda pair: (pair[0], pair[1].sample))]
+
+
+def _one_sample(params: object) -> SamplingParams:
+    one = _one(params)
+    if one.n > 1:
+        raise RingkvError(f"stream: n = {one.n} samples; accepted is 1 (use generate)")
+    return one
 
 
 def _one(params: object) -> SamplingParams:

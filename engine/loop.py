@@ -1,35 +1,99 @@
-"""The loop: requests wait in order, lanes step together, a lane that ends is refilled before the next step."""
+"""The loop: the requests of all callers share the lanes, which step together; one that ends is refilled at once."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from ringkv.engine.completion import Completion, StreamEvent
+from ringkv.engine.record import Recorder
 from ringkv.engine.request import Generation, Request
 from ringkv.engine.runner import Drawn, Progress, Runner
+from ringkv.errors import RingkvError
+
+Wave = list[Request] | Completion  # the samples of one prompt; or what a prompt that is refused comes to
+
+
+class Call:
+    """What one caller asks for, and the events that came of it and were not taken yet.
+
+    It is open while the lock ``open`` is held; what belongs to a call that is not open is dropped before the next
+    step. No exception can come between a ``with`` on a lock and its release, wherever an interrupt strikes.
+
+    Args:
+        waves: (index, wave) of each prompt, prepared one by one as lanes come free.
+        on_prefill: called with (layers done, layers in all) while a prompt is read.
+        recorder: observes the ring as long as the call runs.
+
+    Attributes:
+        ready: (index, event), the oldest first.
+        cancelled: the indices of requests to end; may grow at any time, from any thread.
+        ended: nothing more will come.
+        error: what ended it before its time.
+        notify: called from whichever thread has put something into ``ready``, or has ended the call.
+    """
+
+    def __init__(
+        self, waves: Iterable[tuple[int, Wave]], on_prefill: Progress | None = None, recorder: Recorder | None = None
+    ) -> None:
+        self._waves, self.on_prefill, self.recorder = iter(waves), on_prefill, recorder
+        self.open = threading.Lock()
+        self.coming: deque[Request] = deque()
+        self.exhausted = self.ended = False
+        self.ready: deque[tuple[int, StreamEvent]] = deque()
+        self.cancelled: set[int] = set()
+        self.error: BaseException | None = None
+        self.notify: Callable[[], None] = lambda: None
+
+    def fetch(self) -> None:
+        """Prepare the next prompt, if no request waits."""
+        if self.coming or self.exhausted:
+            return
+        try:
+            index, wave = next(self._waves, (0, None))
+        except Exception as error:  # of an iterator of the caller's
+            self.fail(error)
+            return
+        if wave is None:
+            self.exhausted = True
+        elif isinstance(wave, Completion):
+            self.serve(index, StreamEvent("", completion=wave))
+        else:
+            self.coming.extend(wave)
+
+    def serve(self, index: int, event: StreamEvent) -> None:
+        """Hand out an event."""
+        self.ready.append((index, event))
+        self.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, which its caller will meet."""
+        self.error = error
+        self.exhausted = True
+        self.coming.clear()
+        self.notify()
+
+
+@dataclass(frozen=True, eq=False)
+class Seat:
+    """A generation that has a lane, and whose it is."""
+
+    call: Call
+    generation: Generation
 
 
 @dataclass(frozen=True)
 class Step:
     """A launched step whose tokens were not read yet: who ran in it, and the ring's figures after it."""
 
-    lanes: dict[int, Generation]
+    seats: dict[int, Seat]
     counts: np.ndarray  # [L, B]
     evicted: np.ndarray
     spans: np.ndarray
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a token did to a generation: pieces of text by channel, and the token, if it counts."""
-
-    generation: Generation
-    pieces: list[tuple[str, str]] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
 
 
 class Cancelled(Exception):
@@ -37,59 +101,144 @@ class Cancelled(Exception):
 
 
 class Loop:
-    """Serves requests with the lanes of a runner.
+    """Serves calls with the lanes of a runner. One thread at a time takes a turn; ``Serving`` sees to that.
 
     The host may read a step's tokens after it has launched the next ones (``runner.latency``). What it decides late
     acts late: the surplus token of a request that has ended is dropped.
 
+    Calls that wait are served in turn, a prompt each. A turn may be left by an exception at any point. The next one
+    then finds that it was not finished, stops every lane on the device, and fails what ran; what waits goes on.
+
     Args:
         runner: prefills and steps.
         start: makes the generation of a request.
-        cancelled: indices of requests to end; may grow while the loop runs, from any thread.
-        limits: a context for whatever computes.
+        report: makes the completion of a generation that has ended.
     """
 
     def __init__(
         self,
         runner: Runner,
         start: Callable[[Request, int], Generation],
-        cancelled: set[int],
-        limits: Callable[[], AbstractContextManager[None]],
+        report: Callable[[Generation, Recorder | None], Completion],
     ) -> None:
-        self.runner, self.ring = runner, runner.ring
-        self.start, self.cancelled, self.limits = start, cancelled, limits
-        self.running: dict[int, Generation] = {}
+        self.runner, self.ring, self.start, self.report = runner, runner.ring, start, report
+        self.arrived: deque[Call] = deque()  # any thread may put a call in
+        self.calls: list[Call] = []  # those that have not ended
+        self.running: dict[int, Seat] = {}
         self.flying: deque[Step] = deque()
+        self.closing = False  # any thread may set it: all that runs is cancelled
+        self._recorders: list[Recorder] = []  # of calls, among the ring's observers
+        self._broken: BaseException | bool = False  # whether a turn was begun and not finished, and by what it was left
+        self._last = 0  # in ``calls``, who was served last
 
-    def run(self, requests: Iterable[Request], on_prefill: Progress | None = None) -> Generator[Served, None, None]:
-        """Serve to the end; a generation whose ``finish_reason`` is set has ended."""
-        waiting = deque(requests)
+    def turn(self, admit: bool = True) -> None:
+        """Read a prompt into a free lane, or else let every lane read a token, and hand out what comes of it.
+
+        Args:
+            admit: whether prompts are read.
+        """
+        self.tidy()
+        self._broken = True
         try:
-            while waiting or self.running:
-                while waiting and len(self.running) < self.ring.lanes:
-                    yield from self._admit(waiting, on_prefill)
-                if self._launch() or self.flying:
-                    yield from self._collect()
-        finally:
-            self.ring.stop_all()
-            self.runner.drain()
+            if not (admit and self._admit()) and (self._launch() or self.flying):
+                self._collect()
+        except BaseException as error:
+            self._broken = error
+            raise
+        self._broken = False
 
-    def _admit(self, waiting: deque[Request], on_prefill: Progress | None) -> Generator[Served, None, None]:
+    def tidy(self) -> None:
+        """Drop what belongs to calls that are not open, and end those of which nothing is left."""
+        if self._broken:
+            self._recover()
+        while self.arrived:
+            self.calls.append(self.arrived[0])
+            self.arrived.popleft()
+        for lane, seat in list(self.running.items()):
+            if not seat.call.open.locked() or seat.call.error is not None:
+                self.ring.stop(lane)
+                del self.running[lane]
+        busy = {id(seat.call) for seat in self.running.values()}
+        for call in self.calls:
+            if call.exhausted and id(call) not in busy and not call.ended:
+                call.ended = True
+                call.notify()
+        self.calls = [call for call in dict.fromkeys(self.calls) if call.open.locked() and not call.ended]
+        recorders = [call.recorder for call in self.calls if call.recorder is not None]
+        if recorders != self._recorders:
+            others = [observer for observer in self.ring.observers if observer not in self._recorders]
+            self.ring.observers, self._recorders = [*others, *recorders], recorders
+        if not self.running:
+            self._forget_steps()
+
+    def close(self) -> None:
+        """Cancel what runs. A call of which more was to come ends with an error."""
+        for seat in list(self.running.values()):
+            seat.generation.cancel()
+            self._serve(seat, seat.generation.flush())
+        self.ring.stop_all()
+        self.running.clear()
+        for call in (*self.calls, *self.arrived):
+            call.fetch()
+            if not call.exhausted:
+                call.fail(RingkvError("engine: it is closed"))
+        self.tidy()
+
+    def _recover(self) -> None:
+        """After a turn that was left by an exception: the ring may hold half a step, so nothing that ran can go on."""
+        self.ring.stop_all()
+        self._forget_steps()
+        kind, message = "Interrupted", "another call was interrupted in the middle of a step of this one"
+        if isinstance(self._broken, Exception):
+            kind, message = type(self._broken).__name__, " ".join(str(self._broken).split())
+        for lane, seat in list(self.running.items()):
+            seat.generation.fail(kind, message)
+            seat.generation.retained = []  # no trace: the tables may be half written
+            self._serve(seat)
+            del self.running[lane]
+        self._broken = False
+
+    def _forget_steps(self) -> None:
+        self.runner.drain()
+        self.flying.clear()
+
+    def _admit(self) -> bool:
+        """Prepare or read the next prompt, of the next call that has one; returns whether there was any."""
+        if len(self.running) >= self.ring.lanes:
+            return False
+        for _ in self.calls:
+            self._last = (self._last + 1) % len(self.calls)
+            call = self.calls[self._last]
+            before = len(call.ready)
+            call.fetch()
+            if call.coming:
+                self._read_prompt(call)
+                return True
+            if len(call.ready) > before:
+                return True
+        return False
+
+    def _read_prompt(self, call: Call) -> None:
         """Prefill the next request; samples of the same prompt that find a free lane are copies of it."""
-        request = waiting.popleft()
-        lane = self._free()
-        generation = self.start(request, lane)
+        request = call.coming[0]
+        first = self._sit(call)
+        lane, generation = first.generation.lane, first.generation
 
         def progress(done: int, layers: int) -> None:
-            if request.index in self.cancelled:
+            if self._to_end(call, request):
                 raise Cancelled
-            if on_prefill is not None:
-                on_prefill(done, layers)
+            if call.on_prefill is not None:
+                try:
+                    call.on_prefill(done, layers)
+                except Exception as error:
+                    call.fail(error)
+                    raise Cancelled from error
 
         try:
-            with self.limits():
-                self.ring.reset(lane, request.seed, request.sample, request.pin)
-                logits = self.runner.prefill(lane, request.ids, progress)
+            if self._to_end(call, request):
+                raise Cancelled
+            self.ring.reset(lane, request.seed, request.sample, request.pin)
+            logits = self.runner.prefill(lane, request.ids, progress)
         except Cancelled:
             generation.cancel()
         except (MemoryError, RuntimeError) as error:
@@ -97,23 +246,36 @@ class Loop:
                 raise
             generation.fail(type(error).__name__, " ".join(str(error).split()))
         if generation.finish_reason is not None:
-            self.ring.stop(lane)
-            yield Served(generation, generation.flush())
+            self._serve(first, generation.flush())
+            self._stand_up(first)
             return
-        wave = [generation]
-        self.running[lane] = generation
-        while waiting and waiting[0].ids is request.ids and len(self.running) < self.ring.lanes:
-            mate = self.start(waiting.popleft(), self._free())
-            self.running[mate.lane] = mate
-            self.ring.copy_lane(lane, mate.lane, mate.request.sample)
+        wave = [first]
+        while call.coming and call.coming[0].ids is request.ids and len(self.running) < self.ring.lanes:
+            mate = self._sit(call)
+            self.ring.copy_lane(lane, mate.generation.lane, mate.generation.request.sample)
             wave.append(mate)
         retained = self.ring.counts[:, lane].tolist()
-        for each in wave:
-            each.retained = retained
-            with self.limits():
-                self._prepare(each)
-                drawn = self.runner.first(each.lane, logits)
-            yield self._take(each, drawn, 0, self._step())
+        for seat in wave:
+            seat.generation.retained = retained
+            self._prepare(seat.generation)
+            self._take(seat, self.runner.first(seat.generation.lane, logits), 0, self._step())
+
+    def _sit(self, call: Call) -> Seat:
+        """Give the next request of a call a lane."""
+        lane = next(lane for lane in range(self.ring.lanes) if lane not in self.running)
+        seat = Seat(call, self.start(call.coming[0], lane))
+        self.running[lane] = seat
+        call.coming.popleft()
+        return seat
+
+    def _stand_up(self, seat: Seat) -> None:
+        lane = seat.generation.lane
+        self.ring.stop(lane)
+        del self.running[lane]
+
+    def _to_end(self, call: Call, request: Request) -> bool:
+        """Whether somebody wants a request to end."""
+        return self.closing or request.index in call.cancelled or not call.open.locked()
 
     def _prepare(self, generation: Generation) -> None:
         request = generation.request
@@ -124,48 +286,46 @@ class Loop:
             generation.lane, request.inside_thought, values["max_thinking_tokens"], request.closing_message
         )
 
-    def _free(self) -> int:
-        return next(lane for lane in range(self.ring.lanes) if lane not in self.running)
-
     def _step(self) -> Step:
         ring = self.ring
         return Step(dict(self.running), ring.counts.copy(), ring.evicted.copy(), ring.spans.copy())
 
     def _launch(self) -> bool:
         """Launch a step, unless every running lane already has as many tokens on the way as it may still take."""
-        for lane, generation in self.running.items():
-            coming = sum(step.lanes.get(lane) is generation for step in self.flying)
-            if generation.room <= coming:
+        for lane, seat in self.running.items():
+            coming = sum(step.seats.get(lane) is seat for step in self.flying)
+            if seat.generation.room <= coming:
                 self.ring.stop(lane)
         if not self.ring.running:
             return False
-        with self.limits():
-            self.runner.launch()
+        self.runner.launch()
         self.flying.append(self._step())
         return True
 
-    def _collect(self) -> Generator[Served, None, None]:
+    def _collect(self) -> None:
         """Read the tokens of steps until no more than the runner's latency are on the way."""
         allowed = self.runner.latency if self.ring.running else 0
         while len(self.flying) > allowed:
-            with self.limits():
-                drawn = self.runner.collect()
+            drawn = self.runner.collect()
             step = self.flying.popleft()
-            for lane, generation in step.lanes.items():
-                if self.running.get(lane) is generation:
-                    yield self._take(generation, drawn, lane, step)
+            for lane, seat in step.seats.items():
+                if self.running.get(lane) is seat:
+                    self._take(seat, drawn, lane, step)
 
-    def _take(self, generation: Generation, drawn: Drawn, row: int, step: Step) -> Served:
+    def _take(self, seat: Seat, drawn: Drawn, row: int, step: Step) -> None:
         """Account for a drawn token; a generation that ends leaves its lane."""
+        generation = seat.generation
         lane, token = generation.lane, drawn.tokens[row]
-        if generation.request.index in self.cancelled:
+        pieces: list[tuple[str, str]] = []
+        ids: list[int] = []
+        if self._to_end(seat.call, generation.request):
             generation.cancel()
-            served = Served(generation, generation.flush())
+            pieces = generation.flush()
         else:
             wanted = generation.request.sampling.values["logprobs"]
             logprob = None if wanted is None else drawn.logprob(row, wanted)
             forced = drawn.forced is not None and drawn.forced[row]
-            served = Served(generation, generation.push(token, forced, logprob), [token] if token >= 0 else [])
+            pieces, ids = generation.push(token, forced, logprob), [token] if token >= 0 else []
         if generation.close_thought:
             generation.close_thought = False
             self.runner.steering.close(lane, behind=len(self.flying))
@@ -176,9 +336,20 @@ class Loop:
                 "evictions_per_layer": step.evicted[:, lane].tolist(),
                 "peak_slots": int(step.spans[:, lane].max()),
             }
-            self.ring.stop(lane)
-            del self.running[lane]
-        return served
+        self._serve(seat, pieces, ids)
+        if generation.finish_reason is not None:
+            self._stand_up(seat)
+
+    def _serve(self, seat: Seat, pieces: Sequence[tuple[str, str]] = (), ids: Sequence[int] = ()) -> None:
+        """Hand out what a token did: an event a piece of text, the last one with the completion where it is the end."""
+        generation = seat.generation
+        ended = generation.finish_reason is not None
+        done = self.report(generation, seat.call.recorder) if ended else None
+        pieces = pieces or [(generation.channel, "")]
+        for place, (channel, text) in enumerate(pieces):
+            last = place == len(pieces) - 1
+            event = StreamEvent(text, channel, [] if place else list(ids), done if last else None)
+            seat.call.serve(generation.request.index, event)
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -12,15 +12,16 @@ from ringkv.engine.request import Generation
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.spec import describe, fields_of
 from ringkv.engine.text.thoughts import ANSWER, THINKING
-from ringkv.errors import RingkvError
 
 
-def completion(about: Mapping[str, Any], ring: Ring, generation: Generation, trace: Record | None = None) -> Completion:
+def completion(
+    about: Mapping[str, Any], ring: Mapping[str, Any], generation: Generation, trace: Record | None = None
+) -> Completion:
     """The completion of a request that has ended.
 
     Args:
         about: what ran, as ``Engine.about`` says it.
-        ring: where it ran.
+        ring: where it ran, see ``about_ring``.
     """
     request = generation.request
     thinking_tokens, answer_tokens = generation.counts()
@@ -47,12 +48,12 @@ def completion(about: Mapping[str, Any], ring: Ring, generation: Generation, tra
         timing=generation.timing(),
         sample=request.sample,
         **about,
-        ring=_ring(ring) | generation.figures | report,
+        ring={**ring} | generation.figures | report,
         trace=trace,
     )
 
 
-def failure(about: Mapping[str, Any], ring: Ring, error: RingkvError) -> Completion:
+def failure(about: Mapping[str, Any], ring: Mapping[str, Any], error: Exception) -> Completion:
     """The completion of a request that was refused before it ran; see ``completion``."""
     nothing = {"seen": 0, "kept": 0, "evictions": 0, "retained": [], "evictions_per_layer": [], "peak_slots": 0}
     return Completion(
@@ -73,11 +74,12 @@ def failure(about: Mapping[str, Any], ring: Ring, error: RingkvError) -> Complet
         timing={"queue_s": 0.0, "prefill_s": 0.0, "decode_s": 0.0, "tokens_per_s": 0.0},
         sample=0,
         **about,
-        ring=_ring(ring) | nothing | {"seed": None},
+        ring={**ring} | nothing | {"seed": None},
     )
 
 
-def _ring(ring: Ring) -> dict[str, Any]:
+def about_ring(ring: Ring) -> dict[str, Any]:
+    """What every result says of the ring."""
     config = ring.config
     return {
         "policy": ring.policy.name,

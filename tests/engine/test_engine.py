@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import threading
 import weakref
 
 import pytest
@@ -229,7 +228,7 @@ def test_alone_lends_the_runner_under_the_engines_limits():
             for lane in range(3):
                 engine.ring.reset(lane, lane)
                 runner.prefill(lane, prompt(5))
-            with pytest.raises(RingkvError, match="still open in this thread"):
+            with pytest.raises(RingkvError, match="it is at work in this thread, or was lent to it"):
                 engine.generate(prompt(3))
             assert engine.ring.running == [0, 1, 2]
             raise KeyError
@@ -239,25 +238,6 @@ def test_alone_lends_the_runner_under_the_engines_limits():
     assert torch.get_num_threads() == threads
     assert engine.ring.running == []
     assert not engine.ring.active.any()
-
-
-def test_streams_close_and_engines_are_exclusive():
-    engine = tiny_engine(lanes=2)
-    stream = engine.stream(prompt(5), params())
-    next(stream)
-    with pytest.raises(RingkvError, match="still open in this thread"):
-        engine.generate(prompt(3), params())
-    waited = []
-    thread = threading.Thread(target=lambda: waited.append(engine.generate(prompt(3), params(max_tokens=4))))
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-    stream.close()
-    thread.join(30)
-    assert waited[0].completion_tokens == 4
-    next(stream := engine.stream(prompt(5), params()))
-    stream.close()
-    assert engine.ring.running == []
 
 
 def test_cancel():

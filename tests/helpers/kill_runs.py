@@ -1,6 +1,6 @@
 """A script: runs a file of prompts on a real engine, in children that kill themselves with SIGKILL at set moments.
 
-The engine is loaded once; each run is a fork of this process. A moment is {"line": k, "keep": n}: of the k-th line
+Each run is a fork of this process that loads the engine, which refuses to be used in a fork of its process. A moment is {"line": k, "keep": n}: of the k-th line
 that the run writes, from 0, only n bytes reach the file (negative: all but so many); or {"bytes": n}: of all that it
 writes only n bytes do.
 """
@@ -23,8 +23,9 @@ from ringkv.apps.jobs.job import Job
 SETTINGS = {"model": "tiny", "budget": 24, "lanes": 4}
 
 
-def run(engine: Engine, source: Path, output: Path, moment: dict[str, int] | None) -> None:
+def run(model: str, source: Path, output: Path, moment: dict[str, int] | None) -> None:
     """One run in this process; returns only if it was not killed."""
+    engine = Engine.from_pretrained(model, ring=RingConfig(budget=24, window=8), lanes=4, device="cpu")
     if moment is not None:
         die_at(moment, output)
     with Job(source, output, SamplingParams(n=2, seed=7, temperature=1.0, ignore_eos=True), SETTINGS) as job:
@@ -58,14 +59,13 @@ def die_at(moment: dict[str, int], output: Path) -> None:
 def main(model: str, source: str, output: str, unbroken: str, moments: str) -> None:
     """Prints, for each moment, the exit status of its run and the size that the file then had."""
     torch.set_num_threads(1)
-    engine = Engine.from_pretrained(model, ring=RingConfig(budget=24, window=8), lanes=4, device="cpu")
     ends = []
     for path, moment in [(unbroken, None), *((output, moment) for moment in json.loads(moments)), (output, None)]:
         pid = os.fork()
         if not pid:
             status = 1
             try:
-                run(engine, Path(source), Path(path), moment)
+                run(model, Path(source), Path(path), moment)
                 status = 0
             finally:
                 os._exit(status)
