@@ -1,8 +1,8 @@
 """A script: runs a file of prompts on a real engine, in children that kill themselves with SIGKILL at set moments.
 
-Each run is a fork of this process that loads the engine, which refuses to be used in a fork of its process. A moment is {"line": k, "keep": n}: of the k-th line
-that the run writes, from 0, only n bytes reach the file (negative: all but so many); or {"bytes": n}: of all that it
-writes only n bytes do.
+Each run is a fork of this process that loads the engine, since an engine is not used across a fork. A moment is
+{"line": k, "keep": n}: of the k-th line that the run writes, from 0, only n bytes reach the file (negative: all but so
+many); or {"bytes": n}: of all that it writes only n bytes do.
 """
 
 from __future__ import annotations
