@@ -5,6 +5,7 @@ Where a command names a hub id, it finds a tiny checkpoint in a hub cache that i
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -128,3 +129,44 @@ def test_the_picture_is_made_by_its_commands(tmp_path):
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
 def test_python(code, tmp_path):
     assert run([sys.executable, "-c", code], tmp_path).returncode == 0
+
+
+def test_the_server_answers_16_clients():
+    """README's server, driven as ASGI says, on the real model. Oracle: the engine asked alone; one client leaves."""
+    (code,) = (code for code in PYTHON if "async def app" in code)
+    code = code.replace("max_tokens=500", "max_tokens=12, temperature=0")
+    exec(compile(code, "README.md", "exec"), server := {"__name__": "server"})
+    prompts = [f"What is {number} plus one?" for number in range(16)]
+
+    async def client(number):
+        body, answer = prompts[number].encode(), []
+        parts = [
+            {"type": "http.request", "body": body[:5], "more_body": True},
+            {"type": "http.request", "body": body[5:]},
+        ]
+
+        async def receive():
+            return parts.pop(0)
+
+        async def send(message):
+            answer.append(message)
+            if number == 3 and len(answer) > 2:
+                raise OSError("the client has left")
+
+        try:
+            await server["app"]({"type": "http"}, receive, send)
+        except OSError:
+            assert number == 3
+        assert answer[0]["status"] == 200
+        assert number == 3 or answer[-1] == {"type": "http.response.body", "body": b""}
+        return b"".join(message.get("body", b"") for message in answer).decode()
+
+    async def clients():
+        return await asyncio.gather(*(client(number) for number in range(16)))
+
+    with server["engine"] as engine:
+        answers = asyncio.run(clients())
+        alone = [engine.generate(prompt, server["PARAMS"]).text for prompt in prompts]
+    assert alone[3].startswith(answers.pop(3))
+    del alone[3]
+    assert answers == alone
