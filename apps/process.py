@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # the exit code after Ctrl-C or SIGTERM
 _UNWRITABLE = "ringkv.unwritable"  # the name of an error handler
+_SHELLS = "bash, zsh, fish, powershell, pwsh"
 _LEAST_WIDTH = 20  # columns of a terminal in which a word of --help fits
 
 
@@ -115,12 +116,18 @@ class Commands(typer.core.TyperGroup):
         """Run one, and exit with its code."""
         standalone, options["standalone_mode"] = options.get("standalone_mode", True), False
         prepare_streams()
+        given = args[0] if args else options.get("args") or sys.argv[1:]
         try:
+            if not {"--show-completion", "--install-completion"}.isdisjoint(given):
+                _check_shell()
             code = super().main(*args, **options)
+        except RingkvError as error:
+            note(f"ringkv: {error}")
+            code = 2
         except SystemExit as error:  # completion's; or what rich makes of a reader that left
             code = 0 if isinstance(error.__context__, BrokenPipeError) else error.code
         except Exception as error:  # typer's and click's share no class, and what is not theirs is raised again
-            debug = "--debug" in (args[0] if args else options.get("args") or sys.argv)
+            debug = "--debug" in given
             if isinstance(error, OSError) and not debug:
                 told, code = _told(error), 1
             elif standalone and hasattr(error, "format_message"):  # typer's classes, or click's, by its version
@@ -131,6 +138,18 @@ class Commands(typer.core.TyperGroup):
         if standalone:
             sys.exit(code or 0)
         return code
+
+
+def _check_shell() -> None:
+    """Refuse to make completion for a shell that cannot be found: typer asks the parents of the process."""
+    import shellingham
+
+    try:
+        found = shellingham.detect_shell()[0]
+    except shellingham.ShellDetectionFailure:
+        found = "no shell"
+    if found not in _SHELLS.split(", "):
+        raise RingkvError(f"completion is for the shell that runs the command, here {found}: accepted are {_SHELLS}")
 
 
 @contextmanager

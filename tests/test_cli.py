@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import shellingham
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -608,12 +609,33 @@ def test_completion_offers_what_is_accepted():
 
 
 def test_the_script_for_a_shell_is_shown_and_installed(tmp_path):
-    code, out, _ = run("--show-completion", "bash", env={"HOME": str(tmp_path)})
-    assert code == 0
-    assert "_RINGKV_COMPLETE=complete_bash" in out
-    code, out, _ = run("--install-completion", "bash", env={"HOME": str(tmp_path)})
-    assert code == 0
+    """From bash, whatever the tests were started by."""
+
+    def from_bash(option):
+        script = shlex.quote(str(Path(sys.executable).with_name("ringkv")))
+        environment = {**os.environ, "HOME": str(tmp_path)}
+        command = ["bash", "-c", f"{script} {option}; exit $?"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "_RINGKV_COMPLETE=complete_bash" in from_bash("--show-completion")
+    from_bash("--install-completion")
     assert "_RINGKV_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "ringkv.sh").read_text()
+
+
+@pytest.mark.parametrize("found", ["tcsh", None])
+def test_without_a_shell_that_has_completion_the_command_says_what_is_accepted(found, monkeypatch):
+    def detect_shell():
+        if found is None:
+            raise shellingham.ShellDetectionFailure
+        return found, f"/bin/{found}"
+
+    monkeypatch.setattr("shellingham.detect_shell", detect_shell)
+    for option in ("--show-completion", "--install-completion"):
+        done = CliRunner().invoke(app, [option])
+        assert done.exit_code == 2
+        assert f"here {found or 'no shell'}: accepted are bash, zsh, fish, powershell, pwsh" in done.output
 
 
 def test_help_and_completion_import_nothing_heavy():
