@@ -12,6 +12,9 @@ from ringkv.kernels import (
     attention as _attention,
 )
 from ringkv.kernels import (
+    key_scores as _key_scores,
+)
+from ringkv.kernels import (
     leverage as _leverage,
 )
 from ringkv.kernels import (
@@ -67,5 +70,7 @@ window_attention = Operation(_scores.window_attention, triton="scores_triton", n
 received_attention = Operation(_observe.received_attention, triton="observe_triton", native=MISSING)
 redundancy = Operation(_redundancy.redundancy, triton="redundancy_triton", native=MISSING)
 leverage = Operation(_leverage.leverage, triton="leverage_triton", native=MISSING)
+key_scores = Operation(_key_scores.key_scores, triton="key_scores_triton", native=MISSING)
+lengths = Operation(_key_scores.lengths, triton="key_scores_triton", native=MISSING)
 lowest = Operation(_select.lowest, triton="select_triton", native=MISSING)
 free = Operation(_select.free, triton="select_triton", native=MISSING)

@@ -1,0 +1,150 @@
+"""Evictions of G-KV, Expected Attention and TriAttention against their authors' code, on the same random tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ringkv.engine.policies import GKV, ExpectedAttention, Policy
+from ringkv.engine.ring.admit import admit
+from ringkv.engine.ring.evict import evict_due, live_tokens
+from ringkv.engine.ring.integrity import check_integrity
+from ringkv.engine.ring.storage import Ring
+from ringkv.models.config import RopeConfig
+from rings import fill, make_ring
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+G_KV, EXPECTED = (load_file(GOLDEN / f"{name}.safetensors") for name in ("gkv", "expected_attention"))
+CASES = ["case0", "case1", "case2"]
+# Of the models whose rotary embeddings the cases of Expected Attention took.
+ROPES = {
+    "case0": RopeConfig(theta=10000.0),
+    "case1": RopeConfig("llama3", 500000.0, 8.0, 8192, 1.0, 4.0),
+    "case2": RopeConfig("yarn", 1e6, 4.0, 32768),
+}
+LAYER, LANE = 1, 1
+
+
+def ring_for(policy: Policy, part: dict[str, Tensor], sinks: int, **model: Any) -> Ring:
+    """A ring of two lanes for the tensors of a case, of which the first lane holds other tokens."""
+    budget, window = int(part["budget"]), int(part["window"])
+    (heads, _, d), kv_heads = part["q"].shape, len(part["k"])
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": d, "layers": 2, "lanes": 2}
+    ring = make_ring(policy, budget=budget, window=window, sinks=sinks, **sizes, **model)
+    noise = torch.Generator().manual_seed(5)
+    others = [torch.randn(*shape, d, generator=noise) for shape in ((heads, window), *[(kv_heads, budget + 3)] * 2)]
+    for layer in range(2):
+        fill(ring, layer, 0, *others, scramble=9)
+    return ring
+
+
+def part_of(golden: dict[str, Tensor], case: str, part: str) -> dict[str, Tensor]:
+    """The tensors of a part of a case, with those of the case."""
+    found = {name.removeprefix(f"{case}."): x for name, x in golden.items() if name.startswith(f"{case}.")}
+    return found | {name.removeprefix(f"{part}."): x for name, x in found.items() if name.startswith(f"{part}.")}
+
+
+def kept(ring: Ring) -> list[list[int]]:
+    return live_tokens(ring, [(LAYER, LANE)]).position[0].tolist()
+
+
+def check_neighbour(ring: Ring, before: Tensor) -> None:
+    check = ring.position.clone()
+    check[LAYER, LANE] = before[LAYER, LANE]
+    assert torch.equal(check, before)
+    check_integrity(ring)
+
+
+class Remembering(GKV):
+    """G-KV that shows what it computed."""
+
+    def priority(self, live):
+        vars(self).update(memory=live.state["memory"], given=super().priority(live))
+        return self.given
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("fields, variant", [({}, ""), ({"alpha": 0.0}, "no_memory."), ({"lam": 0.1}, "rkv_lambda.")])
+def test_gkv_three_evictions(case, fields, variant):
+    """Each eviction's memory comes from the one before. What the variants keep differs, so that a part of the authors'
+    run stands for each: its memory is put where the ring's own would be."""
+    ring = None
+    for number in range(3):
+        part = part_of(G_KV, case, f"evict{number}")
+        if ring is None or variant:
+            ring = ring_for(Remembering(**fields), part, sinks=0)
+        memory = live_tokens(ring, [(LAYER, LANE)]).state["memory"] if number and not variant else None
+        carried = ring.state.slots["memory"].clone()
+        fill(ring, LAYER, LANE, part["q"], part["k"], part["v"], number + 1, part["position"])
+        if number:
+            given = torch.nn.functional.pad(part["memory_in"], (0, 2 * int(part["window"])))
+            if memory is not None:  # the golden run's, and the ring's own
+                given[:, : memory.shape[-1]] = memory[0]
+                torch.testing.assert_close(
+                    given[:, : part["memory_in"].shape[-1]], part["memory_in"], rtol=0, atol=2e-6
+                )
+            table = carried[LAYER, LANE].zero_()
+            ring.state.slots["memory"][LAYER, LANE] = table.scatter(1, ring.order[LAYER, LANE].long(), given)
+        before = ring.position.clone()
+        evict_due(ring)
+        torch.testing.assert_close(ring.policy.given[0], part[f"{variant}priority"], rtol=0, atol=2e-6)
+        assert kept(ring) == part["position"].gather(1, part[f"{variant}kept"]).tolist()
+        if not variant:
+            c = part["global"].shape[-1]
+            torch.testing.assert_close(ring.policy.memory[0, :, :c], part["global"], rtol=0, atol=2e-6)
+            want = torch.nn.functional.pad(part["memory_out"], (0, int(part["window"])))
+            live = live_tokens(ring, [(LAYER, LANE)])
+            torch.testing.assert_close(live.state["memory"][0], want, rtol=0, atol=2e-6)
+        check_neighbour(ring, before)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gkv_of_a_prompt(case):
+    part = part_of(G_KV, case, "prompt")
+    window, n = int(part["window"]), part["k"].shape[1]
+    ring = ring_for(Remembering(), part, sinks=0)
+    ring.reset(LANE, seed=0)
+    q = torch.randn(n, *part["q"].shape[::2], generator=torch.Generator().manual_seed(0))
+    q[n - window :] = part["q"].transpose(0, 1)
+    for layer in range(2):
+        admit(ring, layer, LANE, q, part["k"].transpose(0, 1), part["v"].transpose(0, 1), None)
+    ring.start(LANE, n)
+    torch.testing.assert_close(ring.policy.given[0], part["priority"], rtol=0, atol=2e-6)
+    assert kept(ring) == part["kept"].tolist()
+    want = torch.nn.functional.pad(part["memory_out"], (0, window))
+    live = live_tokens(ring, [(LAYER, LANE)])
+    torch.testing.assert_close(live.state["memory"][0], want, rtol=0, atol=2e-6)
+    check_integrity(ring)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("step", ["decode0", "decode1", "decode2", "prefill"])
+@pytest.mark.parametrize("mode, covariance", [("cov", True), ("mean", False)])
+@pytest.mark.parametrize("score, epsilon", [("score", 0.0), ("score_eps", 0.01)])
+def test_expected_attention(case, step, mode, covariance, score, epsilon):
+    """The window's queries, positions to come from the next token on; the authors protect no window, and keep what
+    their scores of the candidates say."""
+    part = part_of(EXPECTED, case, step)
+    window, n = int(part["window"]), part["k"].shape[1]
+    part["q"] = part["q"][:, -window:]
+    sinks = int(part["n_sink"])
+    policy = ExpectedAttention(int(part["n_future"]), covariance, epsilon)
+    ring = ring_for(policy, part, sinks, rope=ROPES[case])
+    assert torch.equal(ring.inv_freq[LAYER], part["inv_freq"])
+    assert ring.config.capacity == n or step == "prefill"
+    fill(ring, LAYER, LANE, part["q"], part["k"], part["v"], 3, part["position"])
+    variant = "last_window" if step == "prefill" else "true_position_all"
+    want = part[f"{variant}.{mode}.{score}"][:, : n - window - sinks]
+    given = policy.priority(live_tokens(ring, [(LAYER, LANE)]))[0, :, sinks:]
+    torch.testing.assert_close(given, want, rtol=2e-5, atol=0)
+    stay = want.topk(ring.config.budget - window - sinks).indices + sinks
+    protected = torch.cat((torch.arange(sinks), torch.arange(n - window, n))).expand(len(stay), -1)
+    before = ring.position.clone()
+    evict_due(ring)
+    assert kept(ring) == part["position"].gather(1, torch.cat((stay, protected), 1).sort().values).tolist()
+    check_neighbour(ring, before)
