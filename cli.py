@@ -109,6 +109,22 @@ def score(
 
 
 @app.command()
+@with_options(*WHERE, "backend", "threads")
+def calibrate(
+    options: Options,
+    checkpoint: Checkpoint = None,
+    text: Annotated[
+        Path, option("A text of some thousand tokens, like what the model will write.", MEASURED, metavar="FILE")
+    ] = ...,  # type: ignore[assignment]
+    output: Annotated[Path, option("Where the statistics go.", OUTPUT, metavar="FILE")] = ...,  # type: ignore[assignment]
+) -> None:
+    """Compute the mean queries of a model over a text, for --policy triattention:stats=FILE."""
+    from ringkv.apps.measure.terminal import run_calibrate
+
+    run_calibrate(dataclasses.replace(options, model=options.checkpoint(checkpoint)), text, output)
+
+
+@app.command()
 @with_options()
 def chat(
     options: Options,

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from ringkv import Engine, Policy, RingConfig, SamplingParams, register_policy
 from ringkv.bench.common import finish, note, table, timed
-from ringkv.engine.policies import H2O, POLICIES, as_policy
+from ringkv.engine.policies import GKV, H2O, POLICIES, TriAttention, as_policy
 from ringkv.engine.policies.live import Live
 from ringkv.kernels.pairs import Pairs
+from ringkv.models.config import ModelConfig
 
 HERE = Path(__file__).parent
 WINDOW, SEEDS = 32, 4
@@ -53,8 +54,7 @@ class PerLane(Policy):
     """One policy for each lane, so that they share each step's pass over the weights. Prompts must fit the ring."""
 
     name: ClassVar[str] = "per-lane"
-    slot_state: ClassVar[tuple[str, ...]] = H2O.slot_state
-    lane_state: ClassVar[Mapping[str, Tensor]] = H2O.lane_state
+    slot_state: ClassVar[tuple[str, ...]] = H2O.slot_state + GKV.slot_state
     policies: tuple[Policy, ...]
 
     def priority(self, live: Live) -> Tensor:
@@ -67,13 +67,21 @@ class PerLane(Policy):
         return out
 
     def observe(self, live: Live) -> Mapping[str, Tensor]:
-        """The state of h2o in every lane; the other policies do not read it."""
-        return H2O().observe(live)
+        """The state of h2o and triattention in every lane; the other policies do not read it."""
+        return {**H2O().observe(live), **TriAttention().observe(live)}
+
+    def remember(self, live: Live) -> Mapping[str, Tensor]:
+        """That of gkv."""
+        return GKV().remember(live)
+
+    def start(self, model: ModelConfig) -> Mapping[str, Tensor]:
+        """That of triattention; h2o counts the queries as it does."""
+        return TriAttention().start(model)
 
 
 def select(live: Live, rows: list[int]) -> Live:
     """The same view with some of its pairs."""
-    per_pair = ("position", "v_range", "slot", "last", "layer", "seed", "sample", "eviction", "pin")
+    per_pair = ("position", "v_range", "slot", "last", "layer", "inv_freq", "seed", "sample", "eviction", "pin")
     return dataclasses.replace(
         live,
         **{name: getattr(live, name)[rows] for name in per_pair},

@@ -1,8 +1,9 @@
-"""``ringkv bench`` and ``ringkv score`` at a terminal."""
+"""``ringkv bench``, ``ringkv score`` and ``ringkv calibrate`` at a terminal."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -11,9 +12,11 @@ from ringkv.apps.console import print_json, show
 from ringkv.apps.measure import peer
 from ringkv.apps.measure.bench import Bench, copy_bandwidth, machine
 from ringkv.apps.measure.score import score_text
-from ringkv.apps.options import Options, listed, number
+from ringkv.apps.options import Options, check_output, listed, number, read_text
 from ringkv.apps.process import say
-from ringkv.errors import size
+from ringkv.engine import calibrate
+from ringkv.errors import RingkvError, size
+from ringkv.files import write_whole
 
 
 def run_bench(
@@ -63,6 +66,24 @@ def run_score(options: Options, text: str, *, json: bool) -> None:
     else:
         nats, perplexity = figures["nll_per_token"], figures["perplexity"]
         say(f"{nats:.4f} nats a token, perplexity {perplexity:.2f}, {figures['tokens']} tokens\n")
+
+
+def run_calibrate(options: Options, text: Path, output: Path) -> None:
+    """Compute the statistics of a model's queries over a text, and save them for ``triattention``.
+
+    Raises:
+        RingkvError: a text of fewer than two tokens, or a file that cannot be read or written.
+    """
+    check_output("--output", output, text)
+    content = read_text(None, text, "--text")
+    with dataclasses.replace(options, policy="triattention", budget=128, window=64).engine(1) as engine:
+        ids = engine.encode(content)
+        if len(ids) < 2:
+            raise RingkvError(f"--text {str(text)!r}: {len(ids)} tokens; accepted are two or more, better thousands")
+        with engine.alone() as runner:
+            data = calibrate(runner, ids)
+    write_whole(output, data, "--output")
+    say(f"{len(ids)} tokens, {output}\n")
 
 
 def print_cards(rows: list[dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from ringkv.engine.policies.attention import GKV, H2O, RKV, SnapKV, Tova
 from ringkv.engine.policies.vase import CurDKV, ValueRange, VaseAttnV, VaseDKV
 
 # isort: split
-from ringkv.engine.policies.future import ExpectedAttention
+from ringkv.engine.policies.future import ExpectedAttention, TriAttention
 
 __all__ = [
     "GKV",
@@ -32,6 +32,7 @@ __all__ = [
     "SnapKV",
     "Streaming",
     "Tova",
+    "TriAttention",
     "ValueRange",
     "VaseAttnV",
     "VaseDKV",

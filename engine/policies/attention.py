@@ -157,7 +157,8 @@ class GKV(Policy):
     def remember(self, live: Live) -> Mapping[str, Tensor]:
         """The window's attention to each candidate, or the faded memory if it is larger; nothing of the window."""
         attention = live.received_attention(torch.zeros_like(live.seen), group_max=True)[..., : live.candidates]
-        attention = attention / attention.amax(-1, keepdim=True)
+        # The window may take all that float32 can tell from nothing, and the largest be 0.
+        attention = attention / attention.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         memory = torch.maximum(self.alpha * live.state["memory"][..., : live.candidates], attention)
         return {"memory": F.pad(memory, (0, live.window))}
 

@@ -58,6 +58,11 @@ class Policy:
     slot_state: ClassVar[tuple[str, ...]] = ()
     lane_state: ClassVar[Mapping[str, Tensor]] = {}
 
+    @property
+    def calibrated_for(self) -> str | None:
+        """The digest of the only model that this serves; None is any. See ``ringkv.engine.calibrate``."""
+        return None
+
     def priority(self, live: Live) -> Tensor:
         """float32 [P, H, c]: one number a candidate, in position order; the lowest leave, of equals the older.
 

@@ -145,6 +145,23 @@ class Live:
         angle = self.query_position[:, None, start:stop, None].to(torch.float32) * self.inv_freq[:, None, None]
         return paired(queries) * torch.complex(angle.cos(), -angle.sin())
 
+    def unrotated_sums(self, since: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the queries at positions >= ``since`` [P], before RoPE, the sum and the sum of each pair's modulus.
+
+        Returns:
+            float32 [P, Hq, D] and [P, Hq, D/2].
+        """
+        p, (heads, w, d) = len(self.pairs), self.queries.shape[2:]
+        total = torch.zeros(p, heads, d, dtype=torch.float32, device=self.last.device)
+        moduli = torch.zeros(p, heads, d // 2, dtype=torch.float32, device=self.last.device)
+        block = max(1, self.scratch.numel() // (4 * p * heads * d))
+        for start in range(0, w, block):
+            old = self.query_position[:, None, start : start + block, None] < since[:, None, None, None]
+            queries = self.unrotated(start, start + block).masked_fill(old, 0.0)
+            total += unpaired(queries.sum(2))
+            moduli += queries.abs().sum(2)
+        return total, moduli
+
     def rotation(self, ahead: Tensor) -> Tensor:
         """The mean rotation over the positions ``seen + ahead`` [F]: complex64 [P, D/2], a factor a pair."""
         angle = (self.seen[:, None, None] + ahead[:, None]).to(torch.float32) * self.inv_freq[:, None]  # [P, F, D/2]

@@ -10,16 +10,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ringkv.engine.policies import GKV, ExpectedAttention, Policy
+from ringkv.engine.policies import GKV, ExpectedAttention, Policy, TriAttention
 from ringkv.engine.ring.admit import admit
-from ringkv.engine.ring.evict import evict_due, live_tokens
+from ringkv.engine.ring.evict import evict_due, live_tokens, observe_due
 from ringkv.engine.ring.integrity import check_integrity
 from ringkv.engine.ring.storage import Ring
 from ringkv.models.config import RopeConfig
 from rings import fill, make_ring
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-G_KV, EXPECTED = (load_file(GOLDEN / f"{name}.safetensors") for name in ("gkv", "expected_attention"))
+G_KV, EXPECTED, TRI = (
+    load_file(GOLDEN / f"{name}.safetensors") for name in ("gkv", "expected_attention", "triattention")
+)
 CASES = ["case0", "case1", "case2"]
 # Of the models whose rotary embeddings the cases of Expected Attention took.
 ROPES = {
@@ -148,3 +150,100 @@ def test_expected_attention(case, step, mode, covariance, score, epsilon):
     evict_due(ring)
     assert kept(ring) == part["position"].gather(1, torch.cat((stay, protected), 1).sort().values).tolist()
     check_neighbour(ring, before)
+
+
+def released(tmp_path: Path, part: dict[str, Tensor], layer: int) -> str:
+    """A file as the authors' save_head_frequency_stats writes it; the ring's layers get the case's ``layer`` and 0."""
+    stats = {}
+    for place, own in enumerate((0, layer)):
+        for head in range(part["q_mean_real"].shape[1]):
+            names = ("q_mean_real", "q_mean_imag", "q_abs_mean")
+            stats[f"layer{place:02d}_head{head:02d}"] = {name: part[name][own, head] for name in names}
+    metadata = {"rope_style": "half", "head_dim": 2 * part["inv_freq"].numel(), "sampled_heads": []}
+    torch.save({"metadata": metadata, "stats": stats}, tmp_path / "stats.pt")
+    return str(tmp_path / "stats.pt")
+
+
+TRI_CASES = [("case0", 0), ("case0", 1), ("case1", 1), ("case2", 0), ("case2", 1), ("case3", 1), ("case3", 2)]
+TRI_ROPES = {**ROPES, "case3": RopeConfig(theta=1e6)}
+
+
+@pytest.mark.parametrize("case, layer", TRI_CASES)
+def test_triattention(tmp_path, case, layer):
+    """The authors' vLLM runtime, which protects the window, and ranks what is in it too; raw scores but for the factor
+    of yarn, which it applies once more; also raw as the formula gives it in float64."""
+    part = part_of(TRI, case, "windowed")
+    heads, kv_heads, d = part["trig"].shape[1], part["k"].shape[1], part["k"].shape[3]
+    window, scaling = int(part["window"]), float(part["attention_scaling"])
+    part["k"], position = part["k"][layer], part["position"][layer]
+    part["q"] = torch.zeros(heads, window, d)  # the policy asks for none
+    policy = TriAttention(released(tmp_path, part, layer))
+    ring = ring_for(policy, part, sinks=0, rope=TRI_ROPES[case])
+    assert torch.equal(ring.inv_freq[LAYER], part["inv_freq"])
+    fill(ring, LAYER, LANE, part["q"], part["k"], torch.zeros_like(part["k"]), 3, position)
+    assert int(ring.seen[LANE]) == int(part["seen"])
+    live = live_tokens(ring, [(LAYER, LANE)])
+    raw = policy.raw(live)[0] * scaling
+    torch.testing.assert_close(raw * scaling, part["raw"][layer], rtol=0, atol=5e-5)
+    exact = (part["trig_exact"] + part["extra"])[layer]
+    rounding = 2.0**-23 * float(part["seen"]) * exact.abs().max()
+    torch.testing.assert_close(raw, exact.to(raw.dtype), rtol=0, atol=float(rounding) + 1e-5)
+    torch.testing.assert_close(policy.priority(live)[0], part["score"][layer], rtol=0, atol=1e-5)
+    before = ring.position.clone()
+    observe_due(ring, ring.counts == ring.config.capacity)
+    evict_due(ring)
+    assert kept(ring) == position.gather(1, part["kept"][layer]).tolist()
+    assert kv_heads == len(part["k"])
+    check_neighbour(ring, before)
+
+
+@pytest.mark.parametrize("case, rope", [("calib0", "case0"), ("calib1", "case2")])
+def test_calibration(case, rope):
+    """What a prompt's queries leave in the lane's state, against the authors' calibrate.py on the queries before RoPE;
+    under yarn both have its factor."""
+    part = part_of(TRI, case, "")
+    q = part["q_pre"][0]  # [Hq, T, D]
+    (heads, n, d) = q.shape
+    ring = make_ring("triattention", budget=48, window=8, sinks=0, heads=heads, kv_heads=1, head_dim=d, lanes=2,
+                     rope=TRI_ROPES[rope])  # fmt: skip
+    angle = torch.arange(n).float()[:, None] * ring.inv_freq[0]
+    cos, sin = (float(part["attention_scaling"]) * x for x in (angle.cos(), angle.sin()))
+    first, second = q.chunk(2, -1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).transpose(0, 1)
+    ring.reset(1, seed=0)
+    admit(ring, 0, 1, turned, turned[:, :1], turned[:, :1], None)
+    mean = torch.cat((part["q_mean_real"], part["q_mean_imag"]), -1)
+    torch.testing.assert_close(ring.state.lanes["q_mean"][:, 1], mean, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ring.state.lanes["q_modulus"][:, 1], part["q_abs_mean"], rtol=0, atol=1e-6)
+    assert ring.state.lanes["observed"].tolist() == [[0, n]]
+
+
+def test_triattention_far_into_a_text(tmp_path):
+    """Around position 100,000 the error against float64 is within what the docstring says, and not far below it."""
+    part = part_of(TRI, "case1", "windowed")
+    layer, n, seen = 1, part["k"].shape[2], 100_000
+    m = torch.complex(part["q_mean_real"], part["q_mean_imag"])[layer].to(torch.complex128)
+    k = torch.complex(*part["k_pre"][layer].double().chunk(2, -1))  # [H, n, F]
+    w = part["inv_freq"].double()
+    position = torch.arange(0, seen, seen // (n - 1))[-n + 12 :]
+    position = torch.cat((position[: n - 12] - 50, torch.arange(seen - 12, seen)))
+    part["k"], part["q"] = part["k"][layer], torch.zeros(len(m), 12, 64)
+    policy = TriAttention(released(tmp_path, part, layer))
+    ring = ring_for(policy, part, sinks=0, rope=TRI_ROPES["case1"])
+    angle = position.float()[:, None] * part["inv_freq"]
+    rotated = k.to(torch.complex64) * torch.polar(torch.ones_like(angle), angle)
+    keys = torch.cat((rotated.real, rotated.imag), -1)
+    fill(ring, LAYER, LANE, part["q"], keys, torch.zeros_like(keys), 3, position.expand(2, -1))
+    raw = policy.raw(live_tokens(ring, [(LAYER, LANE)]))[0].double()
+    distance = seen + 2.0 ** torch.arange(17, dtype=torch.float64)
+    future = m * torch.exp(1j * distance[:, None, None] * w).mean(0)  # [Hq, F]
+    exact = k * torch.exp(1j * position.double()[:, None] * w)  # [H, n, F]
+    group = exact.repeat_interleave(2, 0)
+    moduli = part["q_abs_mean"][layer].double() - m.abs()
+    want = (future[:, None] * group.conj()).real.sum(-1) + (moduli[:, None] * group.abs()).sum(-1)
+    phases = w * (position[:, None] + distance.mean())  # [n, F]
+    bound = 2.0**-24 * (m.abs()[:, None] * group.abs() * phases).sum(-1)
+    sums = 2.0**-24 * 64 * (part["q_abs_mean"][layer].double()[:, None] * group.abs()).sum(-1)
+    error = (raw - want).abs()
+    assert (error <= bound + sums).all()
+    assert error.max() > 0.02 * bound.max()

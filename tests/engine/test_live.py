@@ -80,7 +80,8 @@ def test_scratch_bounds_what_is_materialised(policy):
 
 
 @pytest.mark.parametrize(
-    "policy", ["tova", "h2o", "snapkv", "rkv", "gkv", "vase-attnv", "curdkv", "vase-dkv", "expected-attention"]
+    "policy",
+    ["tova", "h2o", "snapkv", "rkv", "gkv", "vase-attnv", "curdkv", "vase-dkv", "expected-attention", "triattention"],
 )
 def test_scratch_too_small(policy):
     ring, pairs = full_ring(policy)

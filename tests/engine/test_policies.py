@@ -163,7 +163,7 @@ def test_eight_tokens_gkv(policy, expected, seventh):
         ("expected-attention", [[ON_A, ON_B]] * 2, torch.tensor([[1.0], [-1.0]]), [2, 4]),
         # Without it all are alike, and the lengths 2 5 2 1 3 decide.
         ("expected-attention:covariance=false", [[ON_A, ON_B]] * 2, torch.tensor([[1.0], [-1.0]]), [1, 4]),
-        # (b/40 + 0.25) times the lengths, about: 0.76 1.38 0.66 0.36 1.15.
+        # (b/38 + 0.25) times the lengths, about: 0.76 1.38 0.66 0.36 1.15.
         ("expected-attention:epsilon=0.25", [[ON_A, ON_B]] * 2, torch.tensor([[1.0], [-1.0]]), [3, 4]),
     ],
 )

@@ -31,7 +31,7 @@ def test_table():
     rows = {row["name"]: row for row in policy_table()}
     assert list(rows) == [
         *("full", "streaming", "random", "tova", "h2o", "snapkv", "rkv", "gkv"),
-        *("value-range", "vase-attnv", "curdkv", "vase-dkv", "expected-attention"),
+        *("value-range", "vase-attnv", "curdkv", "vase-dkv", "expected-attention", "triattention"),
     ]
     assert {name: row["params"] for name, row in rows.items() if row["params"]} == {
         "snapkv": {"kernel": 5},
@@ -41,6 +41,7 @@ def test_table():
         "curdkv": {"rank": 20},
         "vase-dkv": {"rank": 20},
         "expected-attention": {"future": 512, "covariance": True, "epsilon": 0.0},
+        "triattention": {"stats": None},
     }
     assert all(row["source"] and row["keeps"] and "\n" not in row["keeps"] for row in rows.values())
 
@@ -351,7 +352,7 @@ def test_readme_example(table):
     assert block, "README.md: no python block under 'Your own policy'"
     names: dict[str, object] = {"__name__": "readme"}
     exec(compile(block[1], "README.md", "exec", dont_inherit=True), names)
-    (name,) = set(POLICIES) - set(table_before := [row["name"] for row in policy_table()][:13])
+    (name,) = set(POLICIES) - set(table_before := [row["name"] for row in policy_table()][:14])
     ring = names["ring"]
     assert isinstance(ring, RingConfig)
     assert ring.policy.name == name not in table_before

@@ -186,6 +186,21 @@ def expected_attention(e: Eviction, future: int = 512, covariance: bool = True, 
     return [(got.get(t.position, 0.0) + epsilon) * float(t.v.float().norm()) for t in e.candidates]
 
 
+def triattention(e: Eviction, stats: str | None = None) -> list[float]:
+    assert stats is None
+    keys = [pairs(t.k) for t in e.tokens]
+    best = [-math.inf] * len(keys)
+    turns = torch.exp(1j * e.angle([e.seen + 2**i for i in range(17)])).mean(0)
+    for head in e.group:
+        before = torch.stack([e.unrotated(head, p) for p in range(e.seen)])
+        m, a = before.mean(0), before.abs().mean(0)
+        raw = [float((m * turns * k.conj()).real.sum() + ((a - m.abs()) * k.abs()).sum()) for k in keys]
+        mean = sum(raw) / len(raw)
+        std = math.sqrt(sum((x - mean) ** 2 for x in raw) / (len(raw) - 1))
+        best = [max(b, (x - mean) / std) for b, x in zip(best, raw, strict=True)]
+    return best[: len(e.candidates)]
+
+
 def leverage(e: Eviction, rank: int, number: int) -> list[float]:
     d = len(e.tokens[0].k)
     rows = []
@@ -247,6 +262,7 @@ POLICIES: dict[str, Priority] = {
     "vase-attnv": vase_attnv,
     "vase-dkv": vase_dkv,
     "expected-attention": expected_attention,
+    "triattention": triattention,
 }
 
 
