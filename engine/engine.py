@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from ringkv.engine.calibrate import check_calibration
+from ringkv.engine.calibration import check_calibration
 from ringkv.engine.completion import Completion, StreamEvent
 from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
 from ringkv.engine.graph import make_runner

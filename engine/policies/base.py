@@ -60,7 +60,7 @@ class Policy:
 
     @property
     def calibrated_for(self) -> str | None:
-        """The digest of the only model that this serves; None is any. See ``ringkv.engine.calibrate``."""
+        """The digest of the only model that this serves; None is any. See ``ringkv.engine.calibration``."""
         return None
 
     def priority(self, live: Live) -> Tensor:

@@ -65,14 +65,18 @@ class ExpectedAttention(_Future):
 
     def priority(self, live: Live) -> Tensor:
         """(expected attention + epsilon) * the length of the value."""
-        to_come = live.rotation(torch.arange(self.future, device=live.slot.device))
-        queries = unpaired(live.unrotated() * to_come[:, None, None])  # [P, Hq, w, D]
-        mean, (w, d) = queries.mean(2), queries.shape[2:]
-        spread = (queries - mean[:, :, None]) * (2 * w * d) ** -0.5 if self.covariance else None
-        logits = live.key_scores(mean * d**-0.5, squared=spread).unflatten(1, (live.slot.shape[1], -1))
-        logits = logits.masked_fill((live.position < live.sinks)[:, :, None], -torch.inf)
-        attention = logits.softmax(-1).mean(2)[..., : live.candidates]
+        logits = self._logits(live).unflatten(1, (live.slot.shape[1], -1))  # [P, H, G, n]
+        logits.masked_fill_((live.position < live.sinks)[:, :, None], -torch.inf)
+        attention = torch.softmax(logits, -1, out=logits).mean(2)[..., : live.candidates]
         return (attention + self.epsilon) * live.value_lengths()
+
+    def _logits(self, live: Live) -> Tensor:
+        """The mean logit of future queries plus half the variance: float32 [P, Hq, n]."""
+        to_come = live.rotation(torch.arange(self.future, device=live.slot.device))
+        queries = live.turned(to_come)  # [P, Hq, w, D]
+        mean, (w, d) = queries.mean(2), queries.shape[2:]
+        spread = queries.sub_(mean[:, :, None]).mul_((2 * w * d) ** -0.5) if self.covariance else None
+        return live.key_scores(mean * d**-0.5, squared=spread)
 
 
 @register_policy
@@ -121,7 +125,7 @@ class TriAttention(_Future):
         """The largest z-score of the head group."""
         raw = self.raw(live)
         std, mean = torch.std_mean(raw, -1, keepdim=True)
-        z = (raw - mean) / std.clamp(min=1e-6)
+        z = raw.sub_(mean).div_(std.clamp_(min=1e-6))
         return z.unflatten(1, (live.slot.shape[1], -1)).amax(2)[..., : live.candidates]
 
     def raw(self, live: Live) -> Tensor:

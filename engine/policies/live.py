@@ -140,10 +140,18 @@ class Live:
 
     def unrotated(self, start: int = 0, stop: int | None = None) -> Tensor:
         """The queries [start:stop] before RoPE, but for its factor: complex64 [P, Hq, w, D/2], a number a pair."""
-        queries = self.queries[self.pairs.layer, self.pairs.lane, :, start:stop].to(torch.float32)
+        queries = paired(self.queries[self.pairs.layer, self.pairs.lane, :, start:stop].to(torch.float32))
         # As RoPE forms them: a position as float32, times a frequency.
         angle = self.query_position[:, None, start:stop, None].to(torch.float32) * self.inv_freq[:, None, None]
-        return paired(queries) * torch.complex(angle.cos(), -angle.sin())
+        return queries.mul_(torch.complex(angle.cos(), -angle.sin()))
+
+    def turned(self, rotation: Tensor) -> Tensor:
+        """All queries as ``rotation``, a factor a pair [P, D/2], turns them from before RoPE: float32 [P, Hq, w, D]."""
+        out = torch.empty(len(self.pairs), *self.queries.shape[2:], dtype=torch.float32, device=self.last.device)
+        for start in range(0, out.shape[2], block := self._queries_at_once):
+            queries = self.unrotated(start, start + block)
+            out[:, :, start : start + block] = unpaired(queries.mul_(rotation[:, None, None]))
+        return out
 
     def unrotated_sums(self, since: Tensor) -> tuple[Tensor, Tensor]:
         """Of the queries at positions >= ``since`` [P], before RoPE, the sum and the sum of each pair's modulus.
@@ -154,8 +162,7 @@ class Live:
         p, (heads, w, d) = len(self.pairs), self.queries.shape[2:]
         total = torch.zeros(p, heads, d, dtype=torch.float32, device=self.last.device)
         moduli = torch.zeros(p, heads, d // 2, dtype=torch.float32, device=self.last.device)
-        block = max(1, self.scratch.numel() // (4 * p * heads * d))
-        for start in range(0, w, block):
+        for start in range(0, w, block := self._queries_at_once):
             old = self.query_position[:, None, start : start + block, None] < since[:, None, None, None]
             queries = self.unrotated(start, start + block).masked_fill(old, 0.0)
             total += unpaired(queries.sum(2))
@@ -210,6 +217,12 @@ class Live:
         seed, eviction, sample = (x[:, None, None] for x in (self.seed, self.eviction, self.sample))
         position = self.position[..., : self.candidates]
         return to_uniform(philox(seed, position, head, eviction, EVICTION + 256 * sample)[0])
+
+    @property
+    def _queries_at_once(self) -> int:
+        """How many queries of all pairs, with what is computed from them, take a fraction of what the scratch does."""
+        heads, _, d = self.queries.shape[2:]
+        return max(1, self.scratch.numel() // (16 * len(self.pairs) * heads * d))
 
     def _gather(self, storage: Tensor, pair: int, head: int) -> Tensor:
         layer, lane = self.pairs[pair]

@@ -26,7 +26,7 @@ def save_statistics(mean: Tensor, modulus: Tensor, digest: str, tokens: int) -> 
 
     Args:
         mean: [L, Hq, D]. modulus: [L, Hq, D/2].
-        digest: of the model; see ``calibrate``.
+        digest: of the model; see ``calibration.digest``.
         tokens: how many queries these are the means of.
     """
     tensors = dict(zip(NAMES, (*mean.chunk(2, -1), modulus), strict=True))

@@ -176,6 +176,27 @@ def test_eight_tokens_expected_attention(policy, q, keys, expected):
     assert victims(ring) == expected
 
 
+@pytest.mark.parametrize(
+    "mean, modulus, expected",
+    [
+        # Head 0 asks for x, 0 2 4 6 1 3 4 4 of mean 3 and standard deviation sqrt(26 / 7): of 1 .. 5 the z-scores are
+        # -0.52 0.52 1.56 -1.04 0. Head 1 is 0 everywhere, which makes it 0 0.52 1.56 0 0; of the equal the older go.
+        ([(1, 0), (0, 0)], [1, 0], [1, 4]),
+        # Head 1 scatters, so that lengths count, 3 5 4 6 5 3 4 4 of mean 4.25 and deviation sqrt(7.5 / 7), and are
+        # 0.72 -0.24 1.69 0.72 -1.21. The larger of both heads are 0.72 0.52 1.69 0.72 0.
+        ([(1, 0), (0, 0)], [1, 1], [2, 5]),
+    ],
+)
+def test_eight_tokens_triattention(mean, modulus, expected):
+    """In a layer without RoPE, where no distance counts."""
+    keys = torch.tensor([(0.0, 3), (2, 21**0.5), (4, 0), (6, 0), (1, 24**0.5), (3, 0), (4, 0), (4, 0)])
+    ring = example("triattention", k=keys[None])
+    ring.inv_freq.zero_()
+    ring.state.lanes["q_mean"][0, 0] = torch.tensor(mean)
+    ring.state.lanes["q_modulus"][0, 0] = torch.tensor(modulus)[:, None]
+    assert victims(ring) == expected
+
+
 def test_eight_tokens_vase_attnv(monkeypatch):
     """Two stay by range: the sink, and 2 (range 5). The rest have weights 8 9 16 14 and are divided by exponential
     times 1 3 1 4: 8 3 16 3.5."""
