@@ -39,9 +39,9 @@ def ring_for(policy: Policy, part: dict[str, Tensor], sinks: int, **model: Any) 
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": d, "layers": 2, "lanes": 2}
     ring = make_ring(policy, budget=budget, window=window, sinks=sinks, **sizes, **model)
     noise = torch.Generator().manual_seed(5)
-    others = [torch.randn(*shape, d, generator=noise) for shape in ((heads, window), *[(kv_heads, budget + 3)] * 2)]
+    q, k, v = (torch.randn(*shape, d, generator=noise) for shape in ((heads, window), *[(kv_heads, budget + 3)] * 2))
     for layer in range(2):
-        fill(ring, layer, 0, *others, scramble=9)
+        fill(ring, layer, 0, q, k, v, scramble=9)
     return ring
 
 
