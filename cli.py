@@ -94,6 +94,22 @@ def score(options: Options, file: str = TEXT, json: bool = flag("Print a JSON ob
 
 
 @app.command()
+@with_options(*WHERE, "backend", "threads")
+def calibrate(
+    options: Options,
+    checkpoint: str | None = CHECKPOINT,
+    text: Path = option(
+        "A text of some thousand tokens, like what the model will write.", MEASURED, default=..., metavar="FILE"
+    ),
+    output: Path = option("Where the statistics go.", OUTPUT, default=..., metavar="FILE"),
+) -> None:
+    """Compute the mean queries of a model over a text, for --policy triattention:stats=FILE."""
+    from ringkv.apps.measure.terminal import run_calibrate
+
+    run_calibrate(dataclasses.replace(options, model=options.checkpoint(checkpoint)), text, output)
+
+
+@app.command()
 @with_options()
 def chat(
     options: Options,

@@ -27,8 +27,8 @@ RING, SAMPLING, MACHINE, OUTPUT = "Ring", "Sampling", "Model and machine", "Outp
 MEASURED = "What is measured"
 
 # What completion offers: constants here, since the engine's own lists take a second to import.
-POLICY_NAMES: tuple[str, ...] = ("full", "streaming", "random", "tova", "h2o", "snapkv", "rkv", "curdkv", "value-range")
-POLICY_NAMES += ("vase-attnv", "vase-dkv")
+POLICY_NAMES: tuple[str, ...] = ("full", "streaming", "random", "tova", "h2o", "snapkv", "rkv", "gkv", "curdkv")
+POLICY_NAMES += ("value-range", "vase-attnv", "vase-dkv", "expected-attention", "triattention")
 CHOICES = {
     "policy": POLICY_NAMES,
     "retention": ("refreekv", "all"),

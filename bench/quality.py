@@ -2,9 +2,9 @@
 
     python bench/quality.py --plot bench/quality.png
 
-There are three parts: the negative log-likelihood of a text under every policy and budget; whether generation falls
-into loops when large or small value ranges leave first; and what ReFreeKV keeps of prompts of different kinds.
-``--part`` runs one of them, and ``--quick`` a small version of the first. The last line is JSON.
+There are four parts: the negative log-likelihood of a text under every policy and budget; whether generation falls
+into loops when large or small value ranges leave first; what ReFreeKV keeps of prompts of different kinds; and how long
+an eviction takes. ``--part`` runs one of them, and ``--quick`` a small version of the first. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import json
 import statistics
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,13 @@ from torch import Tensor
 
 from ringkv import Engine, Policy, RingConfig, SamplingParams, register_policy
 from ringkv.bench.common import finish, note, table, timed
-from ringkv.engine.policies import H2O, POLICIES, as_policy
+from ringkv.engine.policies import GKV, H2O, POLICIES, TriAttention, as_policy
 from ringkv.engine.policies.live import Live
+from ringkv.engine.ring.evict import evict_due
+from ringkv.engine.ring.storage import Ring
 from ringkv.kernels.pairs import Pairs
+from ringkv.models.checkpoints.open import open_config
+from ringkv.models.config import ModelConfig
 
 HERE = Path(__file__).parent
 WINDOW, SEEDS = 32, 4
@@ -53,8 +58,7 @@ class PerLane(Policy):
     """One policy for each lane, so that they share each step's pass over the weights. Prompts must fit the ring."""
 
     name: ClassVar[str] = "per-lane"
-    slot_state: ClassVar[tuple[str, ...]] = H2O.slot_state
-    lane_state: ClassVar[Mapping[str, Tensor]] = H2O.lane_state
+    slot_state: ClassVar[tuple[str, ...]] = H2O.slot_state + GKV.slot_state
     policies: tuple[Policy, ...]
 
     def priority(self, live: Live) -> Tensor:
@@ -67,13 +71,21 @@ class PerLane(Policy):
         return out
 
     def observe(self, live: Live) -> Mapping[str, Tensor]:
-        """The state of h2o in every lane; the other policies do not read it."""
-        return H2O().observe(live)
+        """The state of h2o and triattention in every lane; the other policies do not read it."""
+        return {**H2O().observe(live), **TriAttention().observe(live)}
+
+    def remember(self, live: Live) -> Mapping[str, Tensor]:
+        """That of gkv."""
+        return GKV().remember(live)
+
+    def start(self, model: ModelConfig) -> Mapping[str, Tensor]:
+        """That of triattention; h2o counts the queries as it does."""
+        return TriAttention().start(model)
 
 
 def select(live: Live, rows: list[int]) -> Live:
     """The same view with some of its pairs."""
-    per_pair = ("position", "v_range", "slot", "last", "layer", "seed", "sample", "eviction", "pin")
+    per_pair = ("position", "v_range", "slot", "last", "layer", "inv_freq", "seed", "sample", "eviction", "pin")
     return dataclasses.replace(
         live,
         **{name: getattr(live, name)[rows] for name in per_pair},
@@ -259,6 +271,29 @@ def continuations(engine: Engine, prompts: list[dict[str, str]]) -> list[tuple[l
     return [(share, statistics.fmean(loss)) for share, loss in zip(shares, losses, strict=True)]
 
 
+def cost(model: str, budget: int) -> dict[str, Any]:
+    """Milliseconds of an eviction in all layers of one lane, with what its policy observes then; medians of random
+    keys, values and queries."""
+    config = ModelConfig.from_hf(open_config(model)[1])
+    rows = {}
+    for name in (name for name, cls in POLICIES.items() if cls.evicts):
+        times = []
+        for repeat in range(REPEATS + 1):
+            ring = Ring(config, RingConfig(budget, WINDOW, name), 1, torch.device("cpu"), torch.float32)
+            for storage in (ring.k, ring.v, ring.queries):
+                storage.normal_(generator=torch.Generator().manual_seed(repeat))
+            ring.counts[:] = ring.config.capacity
+            ring.position[:] = ring.order
+            ring.count.fill_(ring.config.capacity)
+            ring.seen.fill_(ring.config.capacity)
+            start = time.perf_counter()
+            evict_due(ring)
+            times.append(1000 * (time.perf_counter() - start))
+        rows[name] = statistics.median(times[1:])  # the first may compile, or allocate
+    note(table(["policy", "ms an eviction"], [[f"`{name}`", f"{each:.1f}"] for name, each in rows.items()]))
+    return {"budget": budget, "window": WINDOW, "ms": rows}
+
+
 def tokenize(engine: Engine, text: str) -> list[int]:
     """The token ids of a text without control tokens."""
     assert engine.tokenizer is not None
@@ -268,7 +303,7 @@ def tokenize(engine: Engine, text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--part", choices=("likelihood", "generation", "retention"), help="run only this part")
+    parser.add_argument("--part", choices=("likelihood", "generation", "retention", "cost"), help="run only this part")
     parser.add_argument(
         "--quick", action="store_true", help="run only the likelihood, with 300 tokens, one budget and two seeds"
     )
@@ -285,6 +320,8 @@ def main() -> None:
         result["generation"] = generation(options.model, tokens=600, budget=128)
     if part in (None, "retention"):
         result["retention"] = retention(options.model, (0.001, 0.01, 0.05))
+    if part in (None, "cost"):
+        result["cost"] = cost(options.model, budget=512)
     finish(result)
 
 

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ringkv.engine.calibration import calibrate
     from ringkv.engine.completion import Completion, StreamEvent
     from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
     from ringkv.engine.cost import bytes_read
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ringkv.models.config import ModelConfig
 
 _NAMES = {
+    "engine.calibration": "calibrate",
     "engine.completion": "Completion StreamEvent",
     "engine.config": "LANE_LIMIT RingConfig SamplingParams",
     "engine.cost": "bytes_read",

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
+from ringkv.engine.calibration import check_calibration
 from ringkv.engine.completion import Completion, StreamEvent
 from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
 from ringkv.engine.graph import make_runner
@@ -106,6 +107,7 @@ class Engine:
         self.lanes, self.seed, self.threads = lanes, seed, threads
         self.generation_config = dict(generation_config or {})
         self.ring = Ring(model.config, ring, lanes, model.device, model.dtype)
+        check_calibration(ring.policy, model)
         self.prompts = Prompts(model.config, tokenizer, self.generation_config, ring, seed)
         tags = None if self.prompts.tags is None else self.prompts.tags.ids
         with use(self.backend):

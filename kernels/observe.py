@@ -1,4 +1,4 @@
-"""Attention that live tokens get from queries, summed over the queries: what H2O ranks tokens by."""
+"""Attention that live tokens get from queries, summed over the queries: what H2O and G-KV rank tokens by."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def received_attention(
     position: Tensor,
     query_position: Tensor,
     since: Tensor,
+    group_max: bool = False,
 ) -> Tensor:
     """Sum over the queries of softmax over the keys up to the query's position of q.k / sqrt(D), in float32.
 
@@ -29,9 +30,10 @@ def received_attention(
         position: int64 [P, H, n], of the keys in ``order``.
         query_position: int64 [P, w], of the queries.
         since: int64 [P]; queries at positions below it do not count.
+        group_max: take the largest over the query heads of a KV head, for each query, instead of their mean.
 
     Returns:
-        float32 [P, H, n], the mean over the query heads of each KV head.
+        float32 [P, H, n], the mean over the query heads of each KV head, or the sum of the largest.
     """
     kv_heads, n = order.shape[1:]
     group, w = queries.shape[2] // kv_heads, queries.shape[3]
@@ -53,5 +55,5 @@ def received_attention(
                 torch.softmax(logits, -1, out=logits)
                 # An ignored query may see nothing at all, and be NaN.
                 logits.masked_fill_(ignored[p, start : start + block, None], 0.0)
-                out[p, head] += logits.sum((0, 1))
-    return out / group
+                out[p, head] += logits.amax(0).sum(0) if group_max else logits.sum((0, 1))
+    return out if group_max else out / group

@@ -1,4 +1,4 @@
-"""Attention that live tokens get from queries: the window's kernels with a causal mask, summed over the head group."""
+"""Attention that live tokens get from queries: the window's kernels with a causal mask, for a head group together."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ def received_attention(
     position: Tensor,
     query_position: Tensor,
     since: Tensor,
+    group_max: bool = False,
 ) -> Tensor:
     """See ``observe.received_attention``."""
-    share = order.shape[1] / queries.shape[2]
+    share = 1.0 if group_max else order.shape[1] / queries.shape[2]
     causal = (position, query_position, since)
-    return summed_attention(queries, k, order, pairs, scratch, share, group_sum=True, causal=causal)
+    return summed_attention(
+        queries, k, order, pairs, scratch, share, group="max" if group_max else "sum", causal=causal
+    )

@@ -112,11 +112,14 @@ def _window_weights(
     queries, k, order, layers, lanes, only, position, query_position, since, stats, out,
     q_layer, q_lane, q_head, q_row, k_layer, k_lane, k_head, k_slot, w, n, scale, share,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr,
-    ONLY: tl.constexpr, MAX: tl.constexpr, SUM: tl.constexpr, CAUSAL: tl.constexpr,
+    ONLY: tl.constexpr, MAX: tl.constexpr, SUM: tl.constexpr, LARGEST: tl.constexpr, CAUSAL: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """``share`` times the softmax weights of a block of keys, summed over the queries and over SUM heads."""
+    """``share`` times the softmax weights of a block of keys, summed over the queries and over SUM heads.
+
+    LARGEST: for each query the largest of the SUM heads' weights counts, instead of their sum.
+    """
     ranked: tl.constexpr = KV_HEADS * (GROUP // MAX)
     outputs: tl.constexpr = ranked // SUM
     pair = tl.program_id(0).to(tl.int64) // outputs
@@ -133,10 +136,11 @@ def _window_weights(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     keys = keys_at(k, order, at, n, D, WIDE, k_slot)
     summed = tl.zeros([BLOCK], tl.float32)
-    for head in range(SUM):
-        for start in range(0, w, ROWS):
-            row = start + tl.arange(0, ROWS)
-            product = _products(queries, row, w, keys, q_row, q_head, D, WIDE, MAX, PRECISION)
+    for start in range(0, w, ROWS):
+        row = start + tl.arange(0, ROWS)
+        together = tl.zeros([ROWS, BLOCK], tl.float32)
+        for head in range(SUM):
+            product = _products(queries + head * q_head, row, w, keys, q_row, q_head, D, WIDE, MAX, PRECISION)
             cell = stats + ((pair * ranked + first + head) * w + row) * 2
             greatest = tl.load(cell, mask=row < w, other=0.0)
             total = tl.load(cell + 1, mask=row < w, other=1.0)
@@ -146,8 +150,9 @@ def _window_weights(
                 # A query that does not count may see nothing, and its sum be 0.
                 new = tl.load(query_position + row, mask=row < w, other=0) >= tl.load(since + pair)
                 counts = counts & new[:, None] & ~_unseen(position, at, n, query_position, row, w)
-            summed += tl.sum(tl.where(counts, weight, 0.0), 0)
-        queries += q_head
+            weight = tl.where(counts, weight, 0.0)
+            together = tl.maximum(together, weight) if LARGEST else together + weight
+        summed += tl.sum(together, 0)
     tl.store(out + (pair * outputs + tl.program_id(0) % outputs) * n + at, summed * share, mask=at < n)
 
 
@@ -160,21 +165,22 @@ def summed_attention(
     share: float,
     only: Tensor | None = None,
     group_max: bool = False,
-    group_sum: bool = False,
+    group: str | None = None,
     causal: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``share`` times the attention that keys get, summed over queries, and over query heads with ``group_sum``.
+    """``share`` times the attention that keys get, summed over queries.
 
+    ``group``: "sum" adds up the heads of a group, and "max" takes the largest of them for each query.
     ``causal``: the keys' positions [P, H, n], the queries' [P, w], and the first query position [P] that counts.
     The rest is as in ``scores.window_attention``.
     """
     layers, lanes = layers_and_lanes(pairs)
     order = order.contiguous()
     kv_heads, n = order.shape[1:]
-    group, w, d = queries.shape[2] // kv_heads, 1 if only is not None else queries.shape[3], queries.shape[4]
+    heads, w, d = queries.shape[2] // kv_heads, 1 if only is not None else queries.shape[3], queries.shape[4]
     assert queries.stride(-1) == k.stride(-1) == 1
-    most, summed = group if group_max else 1, group if group_sum else 1
-    ranked = kv_heads * group // most
+    most, summed = heads if group_max else 1, heads if group else 1
+    ranked = kv_heads * heads // most
     stats = scratch[: len(pairs) * ranked * w * 2]
     if stats.numel() < len(pairs) * ranked * w * 2:
         raise MemoryError(f"{w} queries of {len(pairs)} pairs need more than the scratch of {scratch.nbytes} bytes")
@@ -183,14 +189,15 @@ def summed_attention(
     block = 64 if w == 1 else tile(queries)
     rows = 1 if w == 1 else max(16, min(triton.next_power_of_2(w), block))
     strides = (*queries.stride()[:4], *k.stride()[:4])
-    shape = (kv_heads, group, d, triton.next_power_of_2(d), only is not None, most)
+    shape = (kv_heads, heads, d, triton.next_power_of_2(d), only is not None, most)
     _window_softmax[(len(pairs) * ranked, triton.cdiv(w, rows))](
         queries, k, order, layers, lanes, only, position, query_position, stats, *strides, w, n, d**-0.5,
         *shape, causal is not None, rows, block, float32_dot(), num_warps=4, num_stages=2,
     )  # fmt: skip
     _window_weights[(len(pairs) * ranked // summed, triton.cdiv(n, block))](
         queries, k, order, layers, lanes, only, position, query_position, since, stats, out, *strides, w, n, d**-0.5,
-        share, *shape, summed, causal is not None, rows, block, float32_dot(), num_warps=4, num_stages=2,
+        share, *shape, summed, group == "max", causal is not None, rows, block, float32_dot(),
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
 

@@ -9,6 +9,8 @@ from ringkv.kernels.advance import advance as _advance
 from ringkv.kernels.advance import commit as _commit
 from ringkv.kernels.attention import attend as _attend
 from ringkv.kernels.backend import MISSING, Operation
+from ringkv.kernels.key_scores import key_scores as _key_scores
+from ringkv.kernels.key_scores import lengths as _lengths
 from ringkv.kernels.leverage import leverage as _leverage
 from ringkv.kernels.norm import add_rms_norm as _add_rms_norm
 from ringkv.kernels.observe import received_attention as _received_attention
@@ -41,5 +43,7 @@ window_attention = Operation(_window_attention, triton="scores_triton", native=M
 received_attention = Operation(_received_attention, triton="observe_triton", native=MISSING)
 redundancy = Operation(_redundancy, triton="redundancy_triton", native=MISSING)
 leverage = Operation(_leverage, triton="leverage_triton", native=MISSING)
+key_scores = Operation(_key_scores, triton="key_scores_triton", native=MISSING)
+lengths = Operation(_lengths, triton="key_scores_triton", native=MISSING)
 lowest = Operation(_lowest, triton="select_triton", native=MISSING)
 free = Operation(_free, triton="select_triton", native=MISSING)

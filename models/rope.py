@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ringkv.models.config import RopeConfig
+from ringkv.models.config import ModelConfig, RopeConfig
 
 
 class Rope:
@@ -58,6 +58,12 @@ class Rope:
         base = self.config.theta * stretch ** (dim / (dim - 2))
         stretched = 1.0 / base[..., None] ** self.exponent
         return torch.where(length[..., None] > trained, stretched, self.inv_freq)
+
+
+def layer_frequencies(model: ModelConfig) -> Tensor:
+    """``inv_freq`` of each layer, [L, D/2] on the CPU; 0 in layers without RoPE."""
+    rope = Rope(model.rope, model.head_dim, model.max_position_embeddings, torch.device("cpu"))
+    return torch.stack([rope.inv_freq * (layer not in model.nope_layers) for layer in range(model.layers)])
 
 
 def _inv_freq(config: RopeConfig, exponent: Tensor, head_dim: int, max_position: int) -> Tensor:

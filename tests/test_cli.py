@@ -424,6 +424,34 @@ def test_score(tiny, tmp_path):
     assert run("score", tmp_path / "none.txt", "-m", tiny)[0] == 2
 
 
+def test_calibrate(tiny, tmp_path):
+    text, output = tmp_path / "text.txt", tmp_path / "stats.safetensors"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 3)
+    assert run("calibrate", tiny, "--text", text, "--output", output, "--threads", 1) == (
+        0,
+        f"135 tokens, {output}\n",
+        "",
+    )
+    calibrated = f"triattention:stats={output}"
+    code, out, _ = run("score", text, "-m", tiny, *TINY, "--policy", calibrated, "--json")
+    assert (code, json.loads(out)["policy"]) == (0, "triattention")
+    assert (
+        json.loads(out)["nll_per_token"]
+        != json.loads(run("score", text, "-m", tiny, *TINY, "--json")[1])["nll_per_token"]
+    )
+    for given, message in (
+        (
+            ["--text", text, "--output", text],
+            "--output '.*': this command names it twice; accepted is the name of a file",
+        ),
+        (["--text", tmp_path / "none", "--output", output], "--text '.*': cannot be read as UTF-8 text"),
+        (["--text", text], "Missing option '--output'"),
+    ):
+        code, out, err = run("calibrate", tiny, *given)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert re.search(message, err)
+
+
 def test_policies():
     code, out, _ = run("policies", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
@@ -440,6 +468,9 @@ def test_policies():
         "curdkv",
         "vase-attnv",
         "vase-dkv",
+        "gkv",
+        "expected-attention",
+        "triattention",
     }
     assert rows["rkv"]["params"] == {"lam": 0.1, "kernel": 7, "threshold": 0.5}
     assert "2606.03928" in rows["vase-attnv"]["source"]
@@ -510,7 +541,7 @@ def test_streams_that_are_closed_or_full(tiny, command, code, message):
     assert (done.returncode, done.stderr) == (code, message)
 
 
-COMMANDS = ["generate", "chat", "score", "plan", "trace", "bench", "policies"]
+COMMANDS = ["generate", "chat", "score", "calibrate", "plan", "trace", "bench", "policies"]
 
 
 def test_help_and_version():
@@ -533,13 +564,15 @@ def test_help_and_version():
         | {"--policy", "--retention", "--sinks", "--pin", "--prompt", "--debug", "--json", "--help"}),
         ("score", {"--model", "--revision", "--device", "--dtype", "--backend", "--threads", "--budget", "--window"}
         | {"--policy", "--sinks", "--seed", "--debug", "--json", "--help"}),
+        ("calibrate", {"--model", "--revision", "--device", "--dtype", "--backend", "--threads", "--text", "--output"}
+        | {"--debug", "--help"}),
         ("bench", {"--model", "--revision", "--device", "--dtype", "--backend", "--threads", "--window", "--retention"}
         | {"--sinks", "--budgets", "--lanes", "--policies", "--tokens", "--prompt", "--compare", "--debug", "--help"}),
     ],
 )  # fmt: skip
 def test_a_command_offers_what_it_uses_and_no_more(command, options):
     out = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
-    assert set(re.findall(r"│ (--[a-z-]+)", out)) == options
+    assert set(re.findall(r"│ [* ]*(--[a-z-]+)", out)) == options
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-"""``ringkv bench`` and ``ringkv score`` at a terminal."""
+"""``ringkv bench``, ``ringkv score`` and ``ringkv calibrate`` at a terminal."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -11,10 +12,11 @@ from rich.table import Table
 from ringkv.apps.console import print_json, show
 from ringkv.apps.measure import peer
 from ringkv.apps.measure.bench import Bench, copy_bandwidth, machine
-from ringkv.apps.options import Options, listed, number
+from ringkv.apps.options import Options, check_output, listed, number, read_text
 from ringkv.apps.process import note, say
-from ringkv.engine import fixed_seeds
-from ringkv.errors import size
+from ringkv.engine import calibrate, fixed_seeds
+from ringkv.errors import RingkvError, size
+from ringkv.files import write_whole
 
 
 def run_bench(
@@ -83,6 +85,24 @@ def run_score(options: Options, text: str, *, json: bool) -> None:
         say(f"{nats:.4f} nats a token, perplexity {perplexity:.2f}, {len(ids)} tokens\n")
         for warning in warnings:
             note(f"warning: {warning}")
+
+
+def run_calibrate(options: Options, text: Path, output: Path) -> None:
+    """Compute the statistics of a model's queries over a text, and save them for ``triattention``.
+
+    Raises:
+        RingkvError: a text of fewer than two tokens, or a file that cannot be read or written.
+    """
+    check_output("--output", output, text)
+    content = read_text(None, text, "--text")
+    with dataclasses.replace(options, policy="triattention", budget=128, window=64).engine(1) as engine:
+        ids = engine.encode(content)
+        if len(ids) < 2:
+            raise RingkvError(f"--text {str(text)!r}: {len(ids)} tokens; accepted are two or more, better thousands")
+        with engine.alone() as runner:
+            data = calibrate(runner, ids)
+    write_whole(output, data, "--output")
+    say(f"{len(ids)} tokens, {output}\n")
 
 
 def print_cards(rows: list[dict[str, Any]]) -> None:

@@ -11,22 +11,28 @@ from ringkv.engine.policies.base import POLICIES, Policy, as_policy, policy_tabl
 from ringkv.engine.policies.recency import Full, Random, Streaming
 
 # isort: split
-from ringkv.engine.policies.attention import H2O, RKV, SnapKV, Tova
+from ringkv.engine.policies.attention import GKV, H2O, RKV, SnapKV, Tova
 
 # isort: split
 from ringkv.engine.policies.vase import CurDKV, ValueRange, VaseAttnV, VaseDKV
 
+# isort: split
+from ringkv.engine.policies.future import ExpectedAttention, TriAttention
+
 __all__ = [
+    "GKV",
     "H2O",
     "POLICIES",
     "RKV",
     "CurDKV",
+    "ExpectedAttention",
     "Full",
     "Policy",
     "Random",
     "SnapKV",
     "Streaming",
     "Tova",
+    "TriAttention",
     "ValueRange",
     "VaseAttnV",
     "VaseDKV",

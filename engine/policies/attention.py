@@ -1,4 +1,4 @@
-"""Policies that rank tokens by the attention they get: ``tova``, ``h2o``, ``snapkv``, ``rkv``."""
+"""Policies that rank tokens by the attention they get: ``tova``, ``h2o``, ``snapkv``, ``rkv``, ``gkv``."""
 
 from __future__ import annotations
 
@@ -116,6 +116,51 @@ class RKV(Policy):
         importance = F.max_pool1d(attention, self.kernel, stride=1, padding=self.kernel // 2)
         redundancy = live.redundancy(self.threshold).softmax(-1)[..., : live.candidates]
         return self.lam * importance - (1 - self.lam) * redundancy
+
+
+@register_policy
+@dataclass(frozen=True)
+class GKV(Policy):
+    """G-KV (arXiv 2512.00504): the window's attention or what is remembered of it, less R-KV's redundancy.
+
+    The attention of a query is a softmax over all live keys that it can see, in each query head; the largest over the
+    head group counts, relative to that of the most attended candidate. A candidate's memory is what it got at earlier
+    evictions, multiplied by ``alpha`` at each one since, and the larger of memory and attention counts.
+
+    This is the authors' published code with the settings of its runs (``smooth_method`` max, redundancy suppressed),
+    but with ``triton_similarity`` off, which changes the first token alone, a sink here. Their cache loses 128 tokens
+    at once, of which 112 have no memory yet; here it is the window, and none of it has.
+
+    Attributes:
+        alpha: what is left of a memory at each eviction; 0 remembers nothing.
+        lam: the share of attention; 1 - lam is that of redundancy.
+    """
+
+    name: ClassVar[str] = "gkv"
+    source: ClassVar[str] = "G-KV, arXiv 2512.00504, the authors' code"
+    keeps: ClassVar[str] = "what recent evictions found attended to and no other key resembles"
+    slot_state: ClassVar[tuple[str, ...]] = ("memory",)
+
+    alpha: float = 0.8
+    lam: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_number(f"policy {self.name}: alpha", self.alpha, 0, 1)
+        check_number(f"policy {self.name}: lam", self.lam, 0, 1)
+
+    def priority(self, live: Live) -> Tensor:
+        """lam * memory - (1 - lam) * redundancy, relative to the largest of a candidate."""
+        redundancy = live.redundancy(0.5)[..., : live.candidates]  # the divisor of its softmax over all keys cancels
+        redundancy = (redundancy - redundancy.amax(-1, keepdim=True)).exp()
+        return self.lam * live.state["memory"][..., : live.candidates] - (1 - self.lam) * redundancy
+
+    def remember(self, live: Live) -> Mapping[str, Tensor]:
+        """The window's attention to each candidate, or the faded memory if it is larger; nothing of the window."""
+        attention = live.received_attention(torch.zeros_like(live.seen), group_max=True)[..., : live.candidates]
+        # The window may take all that float32 can tell from nothing, and the largest be 0.
+        attention = attention / attention.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        memory = torch.maximum(self.alpha * live.state["memory"][..., : live.candidates], attention)
+        return {"memory": F.pad(memory, (0, live.window))}
 
 
 def pool_score(live: Live, kernel: int) -> Tensor:

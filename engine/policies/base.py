@@ -14,6 +14,7 @@ from torch import Tensor
 from ringkv.engine.policies.live import Live
 from ringkv.engine.spec import build, parse_spec
 from ringkv.errors import RingkvError
+from ringkv.models.config import ModelConfig
 
 MOST_FIELD = 1 << 10  # the largest width or rank of a policy
 # A class of the user's own; the fields of a policy of the table have a "=" where its name ends.
@@ -27,7 +28,7 @@ class Policy:
     the order of equals, and all writing to the ring belong to one routine that all policies share.
 
     A policy that must remember something between evictions declares it as state and returns the new values from
-    ``observe``; the ring allocates, counts, resets and copies it, and hands it out as ``live.state``.
+    ``observe`` or ``remember``; the ring allocates, counts, resets and copies it, and hands it out as ``live.state``.
 
     Attributes:
         name: what ``--policy`` and ``RingConfig`` call it, and results too.
@@ -36,7 +37,8 @@ class Policy:
         evicts: False only for ``full``.
         slot_state: names of a float32 value for every slot, zeroed when a token is written to it. [P, H, n] in
             ``live.state``, in position order.
-        lane_state: name -> the tensor that every (layer, lane) starts a request with. [P, ...] in ``live.state``.
+        lane_state: name -> the tensor that every (layer, lane) starts a request with. [P, ...] in ``live.state``. See
+            ``start`` where it depends on the model.
 
     >>> import ringkv
     >>> @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,11 @@ class Policy:
     slot_state: ClassVar[tuple[str, ...]] = ()
     lane_state: ClassVar[Mapping[str, Tensor]] = {}
 
+    @property
+    def calibrated_for(self) -> str | None:
+        """The digest of the only model that this serves; None is any. See ``ringkv.engine.calibration``."""
+        return None
+
     def priority(self, live: Live) -> Tensor:
         """float32 [P, H, c]: one number a candidate, in position order; the lowest leave, of equals the older.
 
@@ -70,7 +77,25 @@ class Policy:
         Called for policies with state only. At prefill once a layer: the live tokens and the queries are the whole
         prompt's, before retention. In decode whenever ``window`` queries are new, and before each eviction.
         """
-        raise NotImplementedError
+        return {}
+
+    def remember(self, live: Live) -> Mapping[str, Tensor]:
+        """New values of the declared state at an eviction, as ``observe`` gives them; ``priority`` sees them then.
+
+        Called once an eviction for policies with state. It counts as one where a prompt is ranked down to the budget:
+        the live tokens are then those that retention let in, and the queries the prompt's last ``window``.
+        """
+        return {}
+
+    def start(self, model: ModelConfig) -> Mapping[str, Tensor]:
+        """The state that the lanes of each layer start a request with: name -> [L, ...].
+
+        Called when a ring is made for a model, and where its size is planned.
+
+        Raises:
+            RingkvError: the policy cannot serve this model.
+        """
+        return {name: value.expand(model.layers, *value.shape) for name, value in self.lane_state.items()}
 
 
 POLICIES: dict[str, type[Policy]] = {}

@@ -14,16 +14,21 @@ from ringkv.errors import RingkvError
 class PolicyState:
     """The declared state of a policy, for L layers, B lanes, H KV heads and S slots.
 
+    Args:
+        start: what the lanes of each layer start with, name -> [L, ...].
+
     Attributes:
         slots: name -> float32 [L, B, H, S], a value for every slot.
         lanes: name -> [L, B, ...].
     """
 
-    def __init__(self, policy: Policy, shape: tuple[int, int, int, int], device: torch.device) -> None:
+    def __init__(
+        self, policy: Policy, start: Mapping[str, Tensor], shape: tuple[int, int, int, int], device: torch.device
+    ) -> None:
         self.policy = policy
-        self.start = {name: value.to(device) for name, value in policy.lane_state.items()}
+        self.start = {name: value.to(device) for name, value in start.items()}
         self.slots = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in policy.slot_state}
-        self.lanes = {name: value.expand(*shape[:2], *value.shape).clone() for name, value in self.start.items()}
+        self.lanes = {name: torch.stack([value] * shape[1], 1) for name, value in self.start.items()}
         if self.slots.keys() & self.lanes.keys():
             raise RingkvError(f"policy {policy.name}: a name stands in both slot_state and lane_state")
 
@@ -53,7 +58,7 @@ class PolicyState:
         return slots | {name: values[layer, lane] for name, values in self.lanes.items()}
 
     def scatter(self, layer: Tensor, lane: Tensor, slot: Tensor, new: Mapping[str, Tensor]) -> None:
-        """Write what ``observe`` returned for P pairs, in the order of ``slot`` [P, H, n]."""
+        """Write new values for P pairs, in the order of ``slot`` [P, H, n]."""
         for name, value in new.items():
             if name in self.slots:
                 values = self.slots[name][layer, lane]
@@ -61,8 +66,8 @@ class PolicyState:
             else:
                 self.lanes[name][layer, lane] = value
 
-    def checked(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``old`` with the values that ``observe`` returned.
+    def checked(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor], by: str) -> Mapping[str, Tensor]:
+        """``new``, what the policy's method ``by`` returned for the state ``old``.
 
         Raises:
             RingkvError: a name that was not declared, or another shape or dtype.
@@ -70,8 +75,8 @@ class PolicyState:
         for name, value in new.items():
             if name not in old:
                 known = ", ".join(old)
-                raise RingkvError.bad(f"policy {self.policy.name}: observe", name, f"what it declares: {known}")
+                raise RingkvError.bad(f"policy {self.policy.name}: {by}", name, f"what it declares: {known}")
             if value.shape != old[name].shape or value.dtype != old[name].dtype:
                 given, wanted = (f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in (value, old[name]))
-                raise RingkvError(f"policy {self.policy.name}: observe gave {name} as {given}, accepted is {wanted}")
-        return {**old, **new}
+                raise RingkvError(f"policy {self.policy.name}: {by} gave {name} as {given}, accepted is {wanted}")
+        return new

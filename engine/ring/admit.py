@@ -60,6 +60,7 @@ def _prompt(ring: Ring, layer: int, lane: int, q: Tensor, k: Tensor, v: Tensor) 
     n, kv_heads = k.shape[:2]
     keys, values = k.transpose(0, 1).to(ring.k.dtype), v.transpose(0, 1).to(ring.v.dtype)  # [H, n, D]
     alone = slice(lane, lane + 1)
+    start = {name: value[layer : layer + 1] for name, value in ring.state.start.items()}
     return Storage(
         config=ring.config,
         scratch=ring.scratch,
@@ -73,6 +74,7 @@ def _prompt(ring: Ring, layer: int, lane: int, q: Tensor, k: Tensor, v: Tensor) 
         seed=ring.seed[alone],
         sample=torch.zeros_like(ring.sample[alone]),  # samples share one prefill
         pin=ring.pin[alone],
-        state=PolicyState(ring.policy, (1, 1, kv_heads, n), k.device),
+        inv_freq=ring.inv_freq[layer : layer + 1],
+        state=PolicyState(ring.policy, start, (1, 1, kv_heads, n), k.device),
         first_layer=layer,
     )

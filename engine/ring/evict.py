@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -51,13 +52,21 @@ def observe_due(ring: Ring, due: np.ndarray) -> None:
 
 def observe(held: Storage, live: Live) -> None:
     """Show the policy the queries that are new, and keep what it remembers of them."""
-    new = held.state.checked(live.state, held.config.policy.observe(live))
+    _keep(held, live, held.config.policy.observe(live), "observe")
+
+
+def _keep(held: Storage, live: Live, new: Mapping[str, Tensor], by: str) -> None:
+    new = held.state.checked(live.state, new, by)
     held.state.scatter(live.pairs.layer, live.pairs.lane, live.slot, new)
 
 
 def victims(held: Storage, live: Live, count: int) -> Tensor:
     """The ``count`` candidates a head that the policy lets go first, sinks and pins apart: bool [P, H, c]."""
-    return lowest(priorities(held.config.policy, live), live.protected, count)
+    policy = held.config.policy
+    if held.state and (new := policy.remember(live)):
+        _keep(held, live, new, "remember")
+        live = replace(live, state={**live.state, **new})
+    return lowest(priorities(policy, live), live.protected, count)
 
 
 def warm_up(ring: Ring) -> None:

@@ -21,6 +21,7 @@ from ringkv.kernels.layer import LayerRing
 from ringkv.kernels.pairs import Pairs
 from ringkv.kernels.table import advance
 from ringkv.models.config import ModelConfig
+from ringkv.models.rope import layer_frequencies
 
 SCRATCH_BYTES = 64 << 20
 
@@ -38,6 +39,7 @@ class Storage:
         queries: [L, B, Hq, w, D], the last w <= W queries; that of position p at p mod w.
         evictions: int32 [L, B], how many there were; -1 before a prompt has entered.
         seen, seed, sample, pin: int64 [B].
+        inv_freq: float32 [L, D/2]; see ``Live``.
         state: what the policy declared.
         first_layer: the model's number of layer 0.
     """
@@ -54,6 +56,7 @@ class Storage:
     seed: Tensor
     sample: Tensor
     pin: Tensor
+    inv_freq: Tensor
     state: PolicyState
     first_layer: int = 0
 
@@ -70,6 +73,7 @@ class Storage:
             last=(self.seen[lane] - 1) % self.queries.shape[3],
             pairs=pairs,
             layer=layer + self.first_layer,
+            inv_freq=self.inv_freq[layer],
             seed=self.seed[lane],
             sample=self.sample[lane],
             eviction=self.evictions[layer, lane].long() + 1,
@@ -121,7 +125,8 @@ class Ring(Storage):
             seed=zeros(lanes, dtype=torch.int64),
             sample=zeros(lanes, dtype=torch.int64),
             pin=zeros(lanes, dtype=torch.int64),
-            state=PolicyState(self.policy, slots, device),
+            inv_freq=layer_frequencies(model).to(device),
+            state=PolicyState(self.policy, self.policy.start(model), slots, device),
         )
         self.order = zeros(*slots, dtype=torch.int32)
         self.order += torch.arange(config.capacity, dtype=torch.int32, device=device)
@@ -149,7 +154,7 @@ class Ring(Storage):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values, tables and policy state, all lanes; scratch apart. Never changes."""
+        """Bytes of keys, values, tables and policy state, all lanes; scratch and frequencies apart. Never changes."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def reset(self, lane: int, seed: int, sample: int = 0, pin: int = 0) -> None:

@@ -171,7 +171,9 @@ def test_a_static_sampler_never_moves_its_tensors():
         assert places() == before
 
 
-@pytest.mark.parametrize("policy", ["vase-attnv", "vase-dkv", "rkv", "h2o", "tova"])
+@pytest.mark.parametrize(
+    "policy", ["vase-attnv", "vase-dkv", "rkv", "h2o", "tova", "gkv", "expected-attention", "triattention"]
+)
 def test_a_step_with_evictions_reads_nothing(policy):
     *_, engine = engines(policy, lanes=2)
     with use("torch"):
@@ -198,7 +200,9 @@ def check_reads(engine):
         bool(ring.seen[0] > 1)
 
 
-@pytest.mark.parametrize("policy", ["vase-attnv", "vase-dkv", "rkv", "h2o", "tova"])
+@pytest.mark.parametrize(
+    "policy", ["vase-attnv", "vase-dkv", "rkv", "h2o", "tova", "gkv", "expected-attention", "triattention"]
+)
 @pytest.mark.parametrize("static", [False, True])
 def test_a_step_runs_on_the_meta_device_where_any_read_raises(static, policy):
     config = tiny_config("qwen3")

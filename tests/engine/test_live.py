@@ -18,6 +18,7 @@ from tiny import tiny_config
 
 EVICTING = [name for name, cls in POLICIES.items() if cls.evicts]
 HEADS, KV_HEADS, D = 4, 2, 8
+INV_FREQ = torch.tensor([1.0, 0.3, 0.01, 0.0])
 LEAST = 2 * 512  # words of scratch that one row of R-KV's similarities needs
 
 
@@ -78,7 +79,10 @@ def test_scratch_bounds_what_is_materialised(policy):
     assert 0 < watch.largest <= tables < 512 * 512 * 4
 
 
-@pytest.mark.parametrize("policy", ["tova", "h2o", "snapkv", "rkv", "vase-attnv", "curdkv", "vase-dkv"])
+@pytest.mark.parametrize(
+    "policy",
+    ["tova", "h2o", "snapkv", "rkv", "gkv", "vase-attnv", "curdkv", "vase-dkv", "expected-attention", "triattention"],
+)
 def test_scratch_too_small(policy):
     ring, pairs = full_ring(policy)
     ring.scratch = torch.empty(10)
@@ -100,6 +104,7 @@ def live_of(q: Tensor, k: Tensor, last: int, window: int = 8, scratch: int = 10_
         last=torch.tensor([last]),
         pairs=Pairs([(0, 0)], torch.device("cpu")),
         layer=one,
+        inv_freq=INV_FREQ[None],
         seed=one,
         sample=one,
         eviction=one,

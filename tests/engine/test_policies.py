@@ -109,6 +109,7 @@ LENGTH = [math.log(x) for x in (2, 8, 2, 2, 4, 2, 2, 2)]
     [
         # Redundancy alone: 1 and 3.
         ("rkv:lam=0", [1, 3]),
+        ("gkv:lam=0", [1, 3]),
         # 0.1 * importance - 0.9 * redundancy: -0.1047 -0.0895 -0.1347 -0.1077 -0.0778.
         ("rkv:kernel=1", [3, 4]),
         # The maximum over seven makes it 8 8 8 8 4 of 20: -0.1047 -0.0595 -0.1047 -0.0877 -0.0678.
@@ -127,6 +128,72 @@ def test_eight_tokens_rkv(policy, expected):
     if policy == "rkv":
         sums = torch.tensor([2.0, 3, 0, 3, 2, -1, 0, -3])
         torch.testing.assert_close(live_tokens(ring, [(0, 0)]).redundancy(0.5)[0, 0], sums / 8)
+    assert victims(ring) == expected
+
+
+@pytest.mark.parametrize(
+    "policy, expected, seventh",
+    [
+        # Nothing is remembered: 3 and 1 leave.
+        ("gkv:lam=1,alpha=0", [1, 3], [78, 52, 52, 49]),
+        # 1 is remembered with 70.2 / 78, of which 56.16 are left, and 2 with 39, which it now surpasses: 3 and 5 leave.
+        ("gkv:lam=1", [3, 5], [78, 56.16, 52, 52]),
+    ],
+)
+def test_eight_tokens_gkv(policy, expected, seventh):
+    """Query 6 gives a/25 in both heads, and query 7 the larger of a/40 and b/40; together (8a + 5 max(a, b))/200, of
+    0 .. 5: 78 33 52 31 52 49, relative to 78. Of the window nothing is remembered."""
+    ring = example(policy)
+    before = torch.tensor([0, 70.2, 39, 0, 0, 0, 0, 0]) / 78
+    ring.state.slots["memory"][0, 0, 0] = torch.zeros(8).scatter(0, ring.order[0, 0, 0].long(), before)
+    observe_due(ring, ring.counts == 8)  # alone changes nothing
+    assert victims(ring) == expected
+    memory = live_tokens(ring, [(0, 0)]).state["memory"][0, 0]
+    torch.testing.assert_close(memory, torch.tensor([*seventh, 0, 0]) / 78)
+
+
+@pytest.mark.parametrize(
+    "policy, q, keys, expected",
+    [
+        # Head 0 asks for a, of which all but the sink have 34, and head 1 for b, of 38: (19a + 17b)/1292 of 1 .. 5 is
+        # 104 93 89 144 142, times the lengths 2 5 2 1 3: 208 465 178 144 426.
+        ("expected-attention", [[ON_A, ON_A], [ON_B, ON_B]], torch.tensor([A, B]).log().T, [3, 4]),
+        # For keys (x, -x) the mean query gives 0 and the two of a head differ: their variance gives exp(x^2 / 2) = b,
+        # times the lengths 10 5 6 4 15.
+        ("expected-attention", [[ON_A, ON_B]] * 2, torch.tensor([[1.0], [-1.0]]), [2, 4]),
+        # Without it all are alike, and the lengths 2 5 2 1 3 decide.
+        ("expected-attention:covariance=false", [[ON_A, ON_B]] * 2, torch.tensor([[1.0], [-1.0]]), [1, 4]),
+        # (b/38 + 0.25) times the lengths, about: 0.76 1.38 0.66 0.36 1.15.
+        ("expected-attention:epsilon=0.25", [[ON_A, ON_B]] * 2, torch.tensor([[1.0], [-1.0]]), [3, 4]),
+    ],
+)
+def test_eight_tokens_expected_attention(policy, q, keys, expected):
+    """In a layer without RoPE, where future queries are those of the window."""
+    if keys.shape == (2, 1):
+        keys = (keys * (2 * torch.tensor(B).log()).sqrt()).T
+    ring = example(policy, q=torch.tensor(q), k=keys[None])
+    ring.inv_freq.zero_()
+    assert victims(ring) == expected
+
+
+@pytest.mark.parametrize(
+    "mean, modulus, expected",
+    [
+        # Head 0 asks for x, 0 2 4 6 1 3 4 4 of mean 3 and standard deviation sqrt(26 / 7): of 1 .. 5 the z-scores are
+        # -0.52 0.52 1.56 -1.04 0. Head 1 is 0 everywhere, which makes it 0 0.52 1.56 0 0; of the equal the older go.
+        ([(1, 0), (0, 0)], [1, 0], [1, 4]),
+        # Head 1 scatters, so that lengths count, 3 5 4 6 5 3 4 4 of mean 4.25 and deviation sqrt(7.5 / 7), and are
+        # 0.72 -0.24 1.69 0.72 -1.21. The larger of both heads are 0.72 0.52 1.69 0.72 0.
+        ([(1, 0), (0, 0)], [1, 1], [2, 5]),
+    ],
+)
+def test_eight_tokens_triattention(mean, modulus, expected):
+    """In a layer without RoPE, where no distance counts."""
+    keys = torch.tensor([(0.0, 3), (2, 21**0.5), (4, 0), (6, 0), (1, 24**0.5), (3, 0), (4, 0), (4, 0)])
+    ring = example("triattention", k=keys[None])
+    ring.inv_freq.zero_()
+    ring.state.lanes["q_mean"][0, 0] = torch.tensor(mean)
+    ring.state.lanes["q_modulus"][0, 0] = torch.tensor(modulus)[:, None]
     assert victims(ring) == expected
 
 

@@ -30,15 +30,18 @@ def victims(policy: str | Policy) -> list[int]:
 def test_table():
     rows = {row["name"]: row for row in policy_table()}
     assert list(rows) == [
-        *("full", "streaming", "random", "tova", "h2o", "snapkv", "rkv"),
-        *("value-range", "vase-attnv", "curdkv", "vase-dkv"),
+        *("full", "streaming", "random", "tova", "h2o", "snapkv", "rkv", "gkv"),
+        *("value-range", "vase-attnv", "curdkv", "vase-dkv", "expected-attention", "triattention"),
     ]
     assert {name: row["params"] for name, row in rows.items() if row["params"]} == {
         "snapkv": {"kernel": 5},
         "rkv": {"lam": 0.1, "kernel": 7, "threshold": 0.5},
+        "gkv": {"alpha": 0.8, "lam": 0.5},
         "vase-attnv": {"large": None, "kernel": 5},
         "curdkv": {"rank": 20},
         "vase-dkv": {"rank": 20},
+        "expected-attention": {"future": 512, "covariance": True, "epsilon": 0.0},
+        "triattention": {"stats": None},
     }
     assert all(row["source"] and row["keeps"] and "\n" not in row["keeps"] for row in rows.values())
 
@@ -58,6 +61,14 @@ def test_table():
         ("rkv:lam=nan", "policy rkv: lam = nan: accepted is a number from 0 to 1"),
         ("rkv:kernel=6", "policy rkv: kernel = 6: accepted is an odd int >= 1"),
         ("rkv:threshold=-2", "policy rkv: threshold = -2.0: accepted is a number from -1 to 1"),
+        ("gkv:alpha=1.1", "policy gkv: alpha = 1.1: accepted is a number from 0 to 1"),
+        ("gkv:lam=-1", "policy gkv: lam = -1.0: accepted is a number from 0 to 1"),
+        ("expected-attention:future=0", "policy expected-attention: future = 0: accepted is an int >= 1"),
+        ("expected-attention:covariance=1", "policy expected-attention: covariance = '1': accepted is bool"),
+        (
+            "expected-attention:epsilon=-0.1",
+            "policy expected-attention: epsilon = -0.1: accepted is a number from 0 to 1",
+        ),
         ("vase-dkv:rank=0", "policy vase-dkv: rank = 0: accepted is an int >= 1"),
         ("curdkv:rank=0", "policy curdkv: rank = 0: accepted is an int >= 1"),
     ],
@@ -341,7 +352,7 @@ def test_readme_example(table):
     assert block, "README.md: no python block under 'Your own policy'"
     names: dict[str, object] = {"__name__": "readme"}
     exec(compile(block[1], "README.md", "exec", dont_inherit=True), names)
-    (name,) = set(POLICIES) - set(table_before := [row["name"] for row in policy_table()][:11])
+    (name,) = set(POLICIES) - set(table_before := [row["name"] for row in policy_table()][:14])
     ring = names["ring"]
     assert isinstance(ring, RingConfig)
     assert ring.policy.name == name not in table_before

@@ -7,7 +7,7 @@ attention is written out over what a list holds. Slow, and simple enough to be b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ class Token:
     k: Tensor  # [D]
     v: Tensor  # [D]
     mass: float = 0.0  # attention got from every query so far, mean over the head group
+    memory: float = 0.0  # G-KV's
 
     @property
     def v_range(self) -> float:
@@ -53,7 +54,8 @@ class Eviction:
 
     heads: list[list[Token]]  # of every KV head of the layer, before any of them lost a token
     head: int
-    queries: Tensor  # [Hq, W, D]: of the whole layer, oldest first
+    past: Tensor  # [Hq, n, D]: every query of the layer; that of position p at p
+    inv_freq: Tensor  # [D/2]
     budget: int
     window: int
     sinks: int
@@ -65,6 +67,29 @@ class Eviction:
     @property
     def tokens(self) -> list[Token]:
         return self.heads[self.head]
+
+    @property
+    def queries(self) -> Tensor:
+        """[Hq, W, D]: of the window, oldest first."""
+        return self.past[:, -self.window :]
+
+    @property
+    def seen(self) -> int:
+        return self.past.shape[1]
+
+    def angle(self, positions: Sequence[int]) -> Tensor:
+        """[n, D/2], rounded as RoPE rounds it; float64 from here on."""
+        return (torch.tensor(positions, dtype=torch.float32)[:, None] * self.inv_freq).double()
+
+    def unrotated(self, head: int, position: int) -> Tensor:
+        """A query head's query before RoPE, as complex pairs [D/2]."""
+        return pairs(self.past[head, position]) * torch.exp(-1j * self.angle([position])[0])
+
+    @property
+    def group(self) -> range:
+        """The query heads of this KV head."""
+        size = len(self.past) // len(self.heads)
+        return range(self.head * size, (self.head + 1) * size)
 
     @property
     def candidates(self) -> list[Token]:
@@ -106,6 +131,10 @@ def rkv(e: Eviction, lam: float = 0.1, kernel: int = 7, threshold: float = 0.5) 
     attention = e.logits(e.head).amax(0).softmax(-1).mean(0).tolist()
     half = kernel // 2
     importance = [max(attention[max(0, i - half) : i + half + 1]) for i in range(len(attention))]
+    return [lam * a - (1 - lam) * r for a, r in zip(importance, redundancy(e, threshold), strict=False)]
+
+
+def redundancy(e: Eviction, threshold: float) -> list[float]:
     unit = [token.k.float() / (token.k.float().norm() + 1e-8) for token in e.tokens]
     n = len(unit)
     sums = torch.zeros(n)
@@ -115,8 +144,61 @@ def rkv(e: Eviction, lam: float = 0.1, kernel: int = 7, threshold: float = 0.5) 
         matches = [column for column in range(n) if cosines[column] > threshold]
         cosines[matches[-1] if matches else 0] = 0
         sums += cosines
-    redundancy = (sums / n).softmax(0).tolist()
-    return [lam * a - (1 - lam) * r for a, r in zip(importance, redundancy, strict=False)]
+    return (sums / n).softmax(0).tolist()
+
+
+def gkv(e: Eviction, alpha: float = 0.8, lam: float = 0.5) -> list[float]:
+    n = len(e.candidates)
+    keys, positions = torch.stack([t.k for t in e.tokens]).float(), torch.tensor([t.position for t in e.tokens])
+    local = torch.zeros(n)
+    for i in range(e.window):
+        rows = e.queries[e.group.start : e.group.stop, i].float() @ keys.T / math.sqrt(keys.shape[-1])
+        rows = rows.masked_fill(positions > e.seen - e.window + i, -math.inf)
+        local += rows.softmax(-1).amax(0)[:n] / e.window
+    for token, f in zip(e.candidates, (local / local.max()).tolist(), strict=True):
+        token.memory = max(alpha * token.memory, f)
+    r = torch.tensor(redundancy(e, 0.5))[:n]
+    return [lam * t.memory - (1 - lam) * x for t, x in zip(e.candidates, (r / r.max()).tolist(), strict=True)]
+
+
+def pairs(x: Tensor) -> Tensor:
+    half = len(x) // 2
+    return torch.complex(x[:half].float().double(), x[half:].float().double())
+
+
+def expected_attention(e: Eviction, future: int = 512, covariance: bool = True, epsilon: float = 0.0) -> list[float]:
+    to_come = e.angle(range(e.seen, e.seen + future))  # [F, D/2]
+    c, s = torch.diag(to_come.cos().mean(0)), torch.diag(to_come.sin().mean(0))
+    rotation = torch.cat((torch.cat((c, -s), 1), torch.cat((s, c), 1)))  # R, [D, D]
+    ranked = [t for t in e.tokens if t.position >= e.sinks]
+    keys = torch.stack([t.k.float().double() for t in ranked])
+    d, attention = keys.shape[1], torch.zeros(len(ranked), dtype=torch.float64)
+    for head in e.group:
+        before = [e.unrotated(head, p) for p in range(e.seen - e.window, e.seen)]
+        q = torch.stack([torch.cat((z.real, z.imag)) for z in before])
+        mu = q.mean(0)
+        logit = keys @ (rotation @ mu) / math.sqrt(d)
+        if covariance:
+            sigma = rotation @ ((q - mu).T @ (q - mu) / len(q)) @ rotation.T
+            logit += ((keys @ sigma) * keys).sum(1) / (2 * d)
+        attention += logit.softmax(0) / len(e.group)
+    got = {t.position: float(a) for t, a in zip(ranked, attention, strict=True)}
+    return [(got.get(t.position, 0.0) + epsilon) * float(t.v.float().norm()) for t in e.candidates]
+
+
+def triattention(e: Eviction, stats: str | None = None) -> list[float]:
+    assert stats is None
+    keys = [pairs(t.k) for t in e.tokens]
+    best = [-math.inf] * len(keys)
+    turns = torch.exp(1j * e.angle([e.seen + 2**i for i in range(17)])).mean(0)
+    for head in e.group:
+        before = torch.stack([e.unrotated(head, p) for p in range(e.seen)])
+        m, a = before.mean(0), before.abs().mean(0)
+        raw = [float((m * turns * k.conj()).real.sum() + ((a - m.abs()) * k.abs()).sum()) for k in keys]
+        mean = sum(raw) / len(raw)
+        std = math.sqrt(sum((x - mean) ** 2 for x in raw) / (len(raw) - 1))
+        best = [max(b, (x - mean) / std) for b, x in zip(best, raw, strict=True)]
+    return best[: len(e.candidates)]
 
 
 def leverage(e: Eviction, rank: int, number: int) -> list[float]:
@@ -175,9 +257,12 @@ POLICIES: dict[str, Priority] = {
     "h2o": h2o,
     "snapkv": snapkv,
     "rkv": rkv,
+    "gkv": gkv,
     "curdkv": curdkv,
     "vase-attnv": vase_attnv,
     "vase-dkv": vase_dkv,
+    "expected-attention": expected_attention,
+    "triattention": triattention,
 }
 
 
@@ -204,10 +289,13 @@ class Naive:
     def rope(self, x: Tensor, position: Tensor) -> Tensor:
         """x [n, heads, D] at position [n]."""
         d = self.c.head_dim
-        inv = 1.0 / (self.c.rope.theta ** (torch.arange(0, d, 2, dtype=torch.int64).float() / d))
-        angle = (position.float()[:, None] * inv).repeat(1, 2)[:, None]  # [n, 1, D]
+        angle = (position.float()[:, None] * self.inv_freq()).repeat(1, 2)[:, None]  # [n, 1, D]
         turned = torch.cat((-x[..., d // 2 :], x[..., : d // 2]), dim=-1)
         return x * angle.cos().to(x.dtype) + turned * angle.sin().to(x.dtype)
+
+    def inv_freq(self) -> Tensor:
+        d = self.c.head_dim
+        return 1.0 / (self.c.rope.theta ** (torch.arange(0, d, 2, dtype=torch.int64).float() / d))
 
     def qkv(self, layer: int, h: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         c, at = self.c, f"model.layers.{layer}.self_attn"
@@ -258,9 +346,9 @@ class Naive:
         evictions = [0] * c.layers
 
         def evict(layer: int, victims: int, number: int) -> None:
-            before, queries = [list(tokens) for tokens in lists[layer]], torch.stack(recent[layer][-window:], dim=1)
+            before, past = [list(tokens) for tokens in lists[layer]], torch.stack(recent[layer], dim=1)
             for head, tokens in enumerate(before):
-                e = Eviction(before, head, queries, layer=layer, number=number, **rules)
+                e = Eviction(before, head, past, self.inv_freq(), layer=layer, number=number, **rules)
                 priority = POLICIES[policy](e, **(fields or {}))
                 free = [i for i, t in enumerate(e.candidates) if t.position >= max(sinks, pin)]
                 free.sort(key=lambda i: (priority[i], i))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,21 +25,34 @@ def make_ring(
     head_dim: int = 4,
     layers: int = 1,
     lanes: int = 1,
+    **model_changes: Any,
 ) -> Ring:
-    model = tiny_config(heads=heads, kv_heads=kv_heads, head_dim=head_dim, layers=layers)
+    model = tiny_config(heads=heads, kv_heads=kv_heads, head_dim=head_dim, layers=layers, **model_changes)
     config = RingConfig(budget, window, policy, "all", sinks)
     return Ring(model, config, lanes, torch.device("cpu"), torch.float32)
 
 
-def fill(ring: Ring, layer: int, lane: int, q: Tensor, k: Tensor, v: Tensor, scramble: int | None = None) -> None:
-    """Put n tokens at positions 0 .. n-1 of one (layer, lane), each head in its own order of slots.
+def fill(
+    ring: Ring,
+    layer: int,
+    lane: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scramble: int | None = None,
+    position: Tensor | None = None,
+) -> None:
+    """Put n tokens into one (layer, lane), each head in its own order of slots.
 
     Args:
         q: [Hq, W, D], the last W queries, oldest first. k, v: [H, n, D], in position order.
-        scramble: seed of the orders; None leaves slot = position.
+        scramble: seed of the orders; None leaves slot = rank.
+        position: [H, n], the same last one in all heads; None is 0 .. n-1.
     """
     heads, n = k.shape[:2]
     window = ring.config.window
+    position = torch.arange(n).expand(heads, -1) if position is None else position
+    seen = int(position[0, -1]) + 1
     generator = torch.Generator().manual_seed(scramble or 0)
     for head in range(heads):
         order = torch.arange(ring.config.capacity)
@@ -49,12 +64,12 @@ def fill(ring: Ring, layer: int, lane: int, q: Tensor, k: Tensor, v: Tensor, scr
         ring.v[layer, lane, head, slot] = v[head].to(ring.v.dtype)
         ring.v_range[layer, lane, head, slot] = value_range(v[head])
         ring.position[layer, lane, head] = -1
-        ring.position[layer, lane, head, slot] = torch.arange(n).int()
-    ring.queries[layer, lane, :, torch.arange(n - window, n) % window] = q.to(ring.queries.dtype)
+        ring.position[layer, lane, head, slot] = position[head].int()
+    ring.queries[layer, lane, :, torch.arange(seen - window, seen) % window] = q.to(ring.queries.dtype)
     ring.count[layer, lane] = n
     ring.counts[layer, lane] = n
     ring.spans[layer, lane] = ring.config.capacity
-    ring.seen[lane] = n
+    ring.seen[lane] = seen
 
 
 def positions(ring: Ring, layer: int, lane: int) -> list[list[int]]:

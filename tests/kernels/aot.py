@@ -41,7 +41,7 @@ NAMES = {
     torch.bool: "i1",
     torch.uint8: "u8",
 }
-POLICIES = ("vase-attnv", "vase-dkv", "rkv", "tova", "h2o")
+POLICIES = ("vase-attnv", "vase-dkv", "rkv", "tova", "h2o", "gkv", "expected-attention", "triattention")
 
 Launch = tuple[JITFunction, dict[str, str], dict[str, Any], dict[tuple[int], list[Any]], dict[str, int]]
 

@@ -23,12 +23,13 @@ def decode(policy, backend, steps, **params):
     return [(each.token_ids, each.finish_reason, each.ring["evictions_per_layer"]) for each in done], engine
 
 
+GREEDY = ("vase-dkv", "rkv", "h2o", "tova", "gkv", "expected-attention", "triattention")
 SAMPLED = {"temperature": 1.0, "top_k": 30, "top_p": 0.9, "min_p": 0.01}
 
 
 @pytest.mark.parametrize(
     "policy, steps, params",
-    [("vase-attnv", 50, SAMPLED), *((policy, 20, {"temperature": 0}) for policy in ("vase-dkv", "rkv", "h2o", "tova"))],
+    [("vase-attnv", 50, SAMPLED), *((policy, 20, {"temperature": 0}) for policy in GREEDY)],
 )
 def test_tokens_and_live_sets(policy, steps, params):
     kernels, engine = decode(policy, "triton", steps, **params)

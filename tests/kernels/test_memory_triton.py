@@ -61,7 +61,9 @@ def test_a_group_of_evictions_lives_within_the_size_of_the_scratch(policy, group
     assert live.peak <= SCRATCH_BYTES
 
 
-@pytest.mark.parametrize("policy", ["vase-attnv", "vase-dkv", "rkv", "h2o", "tova"])
+@pytest.mark.parametrize(
+    "policy", ["vase-attnv", "vase-dkv", "rkv", "h2o", "tova", "gkv", "expected-attention", "triattention"]
+)
 def test_a_step_and_its_evictions_wait_for_nothing(policy):
     config = shape(4)
     ring = Ring(config, RingConfig(256, 32, policy), 4, META, torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 from kernel_checks import SHAPES, assert_as_exact, layer, poisoned
 from ringkv.kernels.backend import use
 from ringkv.kernels.pairs import Pairs
-from ringkv.kernels.table import leverage, received_attention, redundancy, window_attention
+from ringkv.kernels.table import key_scores, lengths, leverage, received_attention, redundancy, window_attention
 
 WINDOW = 5
 SCRATCH = torch.empty(1 << 18)
@@ -74,10 +74,11 @@ def test_window_attention_of_the_largest_head(slots, group, d, dtype):
     check(window_attention, exact, s.queries, s.k, s.order, s.pairs, SCRATCH, group_max=True)
 
 
-def received(s, position, query_position, since):
+def received(s, position, query_position, since, largest=False):
     unseen = (position[:, :, None] > query_position[:, None, :, None])[:, :, None]  # [P, H, 1, w, n]
     weight = s.logits().masked_fill(unseen, -torch.inf).softmax(-1)
-    return weight.masked_fill((query_position < since[:, None])[:, None, None, :, None], 0).sum(3).mean(2)
+    weight = weight.masked_fill((query_position < since[:, None])[:, None, None, :, None], 0)
+    return weight.amax(2).sum(2) if largest else weight.sum(3).mean(2)
 
 
 @pytest.mark.parametrize("slots, group, d, dtype", SHAPES[::3])
@@ -89,6 +90,8 @@ def test_received_attention(slots, group, d, dtype):
     query_position = torch.tensor([[3 * n - 3, -4, 3 * n - 9, 3 * n - 6, 2], [3 * n, 3 * n - 1, -2, 30, 31]])
     rest = position, query_position, torch.tensor([0, 31])
     check(received_attention, received(s, *rest), s.queries, s.k, s.order, s.pairs, SCRATCH, *rest)
+    exact = received(s, *rest, largest=True)
+    check(received_attention, exact, s.queries, s.k, s.order, s.pairs, SCRATCH, *rest, group_max=True)
 
 
 def test_more_queries_than_a_block_and_a_prompt_whose_keys_are_a_view():
@@ -101,6 +104,8 @@ def test_more_queries_than_a_block_and_a_prompt_whose_keys_are_a_view():
     check(window_attention, exact, q, k, s.order, s.pairs, SCRATCH)
     rest = torch.arange(n).expand(1, heads, n), torch.arange(n)[None], torch.tensor([20])
     check(received_attention, received(s, *rest), q, k, s.order, s.pairs, SCRATCH, *rest)
+    exact = received(s, *rest, largest=True)
+    check(received_attention, exact, q, k, s.order, s.pairs, SCRATCH, *rest, group_max=True)
 
 
 @pytest.mark.parametrize("slots, group, d, dtype", [case for case in SHAPES if case[1] in (1, 7)])
@@ -110,6 +115,29 @@ def test_leverage(slots, group, d, dtype):
     k, v = ((s.live(x) @ projection[:, None].double()).square().sum(-1) for x in (s.k, s.v))
     elsewhere = s.v.transpose(2, 3).contiguous().transpose(2, 3)  # a prompt's values lie otherwise than its keys
     check(leverage, k * v, s.k, elsewhere, s.order, s.pairs, SCRATCH, projection)
+
+
+@pytest.mark.parametrize("slots, group, d, dtype", SHAPES[::3])
+@pytest.mark.parametrize("rows", [0, 70])
+def test_key_scores(slots, group, d, dtype, rows):
+    s = storage(slots, group, d, dtype)
+    noise = torch.Generator().manual_seed(1)
+    linear, moduli = (torch.randn(2, 2 * group, width, generator=noise) for width in (d, d // 2))
+    squared = torch.randn(2, 2 * group, rows, d, generator=noise) / (1 + rows) if rows else None
+    keys = s.live(s.k).repeat_interleave(group, 1)  # [P, Hq, n, D]
+    exact = (keys @ linear[..., None].double())[..., 0]
+    if squared is None:
+        exact = exact + (torch.hypot(*keys.chunk(2, -1)) * moduli[:, :, None]).sum(-1)
+    else:
+        exact = exact + (keys @ squared.double().transpose(-1, -2)).square().sum(-1)
+    check(key_scores, exact, s.k, s.order, s.pairs, SCRATCH, linear, squared, None if rows else moduli)
+
+
+@pytest.mark.parametrize("slots, group, d, dtype", [case for case in SHAPES if case[1] in (1, 7)])
+def test_lengths(slots, group, d, dtype):
+    s = storage(slots, group, d, dtype)
+    elsewhere = s.v.transpose(2, 3).contiguous().transpose(2, 3)
+    check(lengths, s.live(s.v).norm(dim=-1), elsewhere, s.order, s.pairs, SCRATCH)
 
 
 def alike(slots, group, d, dtype):
