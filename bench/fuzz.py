@@ -4,10 +4,10 @@
 
 Small checkpoints that transformers saved are mutated one file at a time: the configuration, the index, a safetensors
 header, the tokenizer and the files that name its tokens, the chat template, or generation_config.json. A case fails if
-it raises anything but RingkvError, if the message does not name the cause, if it takes more than 5 seconds, if a file
-outside the folder of the checkpoint is opened, or if logits, the ids of a text or of a short chat, or the greedy tokens
-of a few steps differ, unless transformers refuses the file. Greedy tokens may differ where a warning names what was not
-applied. The last line is JSON.
+it raises anything but RingkvError, if the message does not name the cause, if it takes more than 5 seconds of processor
+time, if a file outside the folder of the checkpoint is opened, or if logits, the ids of a text or of a short chat, or
+the greedy tokens of a few steps differ, unless transformers refuses the file. Greedy tokens may differ where a warning
+names what was not applied. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -332,15 +332,15 @@ def _forged(control_tokens: Collection[str]) -> bool:
 @contextlib.contextmanager
 def time_limit() -> Iterator[None]:
     def late(*_: object) -> None:
-        raise TimeoutError(f"more than {LIMIT_S:g} s")
+        raise TimeoutError(f"more than {LIMIT_S:g} s of processor time")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 _watched: list[Path] = []
