@@ -73,6 +73,7 @@ def _prompt(ring: Ring, layer: int, lane: int, q: Tensor, k: Tensor, v: Tensor) 
         seed=ring.seed[alone],
         sample=torch.zeros_like(ring.sample[alone]),  # samples share one prefill
         pin=ring.pin[alone],
+        unranked=ring.unranked[alone],
         state=PolicyState(ring.policy, (1, 1, kv_heads, n), k.device),
         first_layer=layer,
     )

@@ -56,8 +56,13 @@ def observe(held: Storage, live: Live) -> None:
 
 
 def victims(held: Storage, live: Live, count: int) -> Tensor:
-    """The ``count`` candidates a head that the policy lets go first, sinks and pins apart: bool [P, H, c]."""
-    return lowest(priorities(held.config.policy, live), live.protected, count)
+    """The ``count`` candidates a head that the policy lets go first, sinks and pins apart: bool [P, H, c].
+
+    That a policy gave NaN is noted on the device, where it is read with the next tokens.
+    """
+    priority = priorities(held.config.policy, live)
+    held.unranked.index_add_(0, live.pairs.lane, priority.isnan().flatten(1).any(1).float())
+    return lowest(priority, live.protected, count)
 
 
 def warm_up(ring: Ring) -> None:
