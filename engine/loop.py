@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ringkv.engine.completion import Completion, StreamEvent
+from ringkv.engine.policies import gave_nan
 from ringkv.engine.record import Recorder
 from ringkv.engine.request import Generation, Request
-from ringkv.engine.runner import Drawn, Progress, Runner
+from ringkv.engine.runner import UNRANKED, Drawn, Progress, Runner
 from ringkv.errors import RingkvError
 
 Wave = list[Request] | Completion  # the samples of one prompt; or what a prompt that is refused comes to
@@ -320,6 +321,9 @@ class Loop:
         ids: list[int] = []
         if self._to_end(seat.call, generation.request):
             generation.cancel()
+            pieces = generation.flush()
+        elif token == UNRANKED:
+            generation.fail("RingkvError", str(gave_nan(self.ring.policy)))
             pieces = generation.flush()
         else:
             wanted = generation.request.sampling.values["logprobs"]

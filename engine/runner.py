@@ -20,6 +20,7 @@ from ringkv.engine.sampling.steering import Steering
 from ringkv.kernels.table import attend, causal_attention, commit
 from ringkv.models.decoder import Decoder, Layer
 
+UNRANKED = -2
 Progress = Callable[[int, int], None]  # layers done, layers in all; may raise to stop the prefill
 
 
@@ -28,7 +29,7 @@ class Drawn:
     """What a step drew, a row a lane.
 
     Attributes:
-        tokens: ids; -1 for a row that was not finite, or that does not run.
+        tokens: ids; -1 for a row that was not finite, or that does not run; ``UNRANKED`` for one whose policy gave NaN.
         forced: which of them the model did not choose; None: none.
         logprobs: of the tokens, before any processing; None where no lane wants them.
         top_ids, top_logprobs: the likeliest tokens of each row, the likeliest first.
@@ -98,7 +99,7 @@ class Runner:
         """Draw a prefilled lane's first token from its logits [1, V]."""
         token, forced = self._next(logits, [lane])
         self.ring.next_token[lane] = token[0]
-        return Drawn.of(self._outcome(token, forced, logits))
+        return Drawn.of(self._outcome(_told(token, self.ring.unranked[lane]), forced, logits))
 
     latency = 0  # steps that may be launched before the tokens of one are read
 
@@ -132,7 +133,7 @@ class Runner:
         ring = self.ring
         logits = self._forward(ring.next_token)
         token, forced = self._next(logits)
-        return commit(token, ring.active, ring.next_token), forced, logits
+        return _told(commit(token, ring.active, ring.next_token), ring.unranked), forced, logits
 
     def _next(self, logits: Tensor, lanes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
         token, forced = self.steering.apply(self.sampler.draw(logits, self.ring, lanes), lanes)
@@ -171,3 +172,8 @@ class Runner:
         hidden = model.forward(F.pad(ids, (0, self._padding)) if self._padding else ids, attention)
         ring.advance()
         return model.logits(hidden)[: ring.lanes]
+
+
+def _told(token: Tensor, unranked: Tensor) -> Tensor:
+    """The tokens as the host reads them: of a lane whose policy gave NaN, ``UNRANKED``."""
+    return token.where(unranked == 0, UNRANKED)

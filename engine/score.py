@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringkv.engine.policies import gave_nan
 from ringkv.engine.runner import Runner
 
 
@@ -37,4 +38,6 @@ def _wave(runner: Runner, ids: Sequence[int], seeds: Sequence[int]) -> Tensor:
             fed = torch.full((ring.lanes,), token, device=ring.seen.device)
             logits = runner.forward(fed)[: len(seeds)]
     ring.stop_all()
+    if ring.unranked[: len(seeds)].any():
+        raise gave_nan(ring.policy)
     return torch.stack(scores, dim=1)

@@ -11,8 +11,8 @@ from typing import Any
 
 from ringkv.errors import RingkvError
 
-# The JSON files of a checkpoint take kilobytes, and the index of a huge mixture of experts a few megabytes.
-_MAX_JSON_BYTES = 64 << 20
+# The files beside the weights take kilobytes, and a large tokenizer forty megabytes.
+_MAX_BYTES = 64 << 20
 _MISSING: Any = object()
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 160
@@ -131,7 +131,7 @@ def refusal(field: str, given: object, accepted: str) -> RingkvError:
 
 def short(value: object) -> str:
     """The repr of a value from a file, shortened to fit one line."""
-    return _REPR.repr(value)
+    return _REPR.repr(value).replace("\n", " ")  # of a tensor
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -140,18 +140,27 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         RingkvError: the file cannot be read, is not JSON in UTF-8, or does not hold an object.
     """
+    data = read_bytes(path)
     try:
-        if not path.is_file():
-            raise RingkvError(f"{path}: there is no such file")
-        if (size := os.path.getsize(path)) > _MAX_JSON_BYTES:
-            raise RingkvError(f"{path}: holds {size} bytes: accepted is a JSON file of up to {_MAX_JSON_BYTES} bytes")
-        value = json.loads(path.read_bytes().decode("utf-8"))
-    except RingkvError:
-        raise
-    except OSError as error:
-        raise RingkvError(f"{path}: cannot be read: {error.strerror or error}") from error
+        value = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise RingkvError(f"{path}: not valid JSON: {' '.join(str(error).split())}") from error
     if not isinstance(value, dict):
         raise RingkvError(f"{path}: holds {short(value)} instead of a JSON object")
     return value
+
+
+def read_bytes(path: Path) -> bytes:
+    """What a file beside the weights holds.
+
+    Raises:
+        RingkvError: it cannot be read, or is too large for one: its size is looked at first.
+    """
+    try:
+        if not path.is_file():
+            raise RingkvError(f"{path}: there is no such file")
+        if (size := os.path.getsize(path)) > _MAX_BYTES:
+            raise RingkvError(f"{path}: holds {size} bytes: accepted is a file of up to {_MAX_BYTES} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise RingkvError(f"{path}: cannot be read: {error.strerror or error}") from error

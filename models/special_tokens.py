@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from ringkv.errors import RingkvError
+from ringkv.models.bounds import check_added
 from ringkv.models.keys import read_json, refusal, short
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -74,6 +75,7 @@ def add_named_tokens(backend: tokenizers.Tokenizer, folder: Path) -> dict[str, s
     special = {*texts.values(), *(token.content for token in known.values() if token.special)}
     for token in added:
         token.special |= token.content in special
+    check_added((token.content for token in added), f"{folder}: tokens that are named beside tokenizer.json")
     backend.add_tokens(added)
     for id, token in listed:
         if token.content and (given := backend.token_to_id(token.content)) != id:

@@ -16,12 +16,12 @@ import tokenizers
 from tokenizers import AddedToken, pre_tokenizers
 
 from ringkv.errors import RingkvError
-from ringkv.models.keys import refusal
+from ringkv.models.bounds import MOST_HOLES, check_tokenizer
+from ringkv.models.keys import read_bytes, read_json, refusal
 from ringkv.models.special_tokens import add_named_tokens, optional_json
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
-_MAX_SIZE = 1 << 24
 
 # The files in which tokenizers of other kinds keep their vocabulary.
 VOCABULARIES = (
@@ -34,6 +34,23 @@ _ALPHABET = frozenset(pre_tokenizers.ByteLevel.alphabet())
 _PRINTABLE = [byte for byte in range(256) if chr(byte) in _ALPHABET]
 _HIDDEN = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + at): byte for at, byte in enumerate(_HIDDEN)}
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """RingkvError for whatever the tokenizers library raises in the block, panics of its Rust code included.
+
+    Args:
+        what: what the message says of it.
+    """
+    try:
+        yield
+    except RingkvError:
+        raise
+    except BaseException as error:  # a panic is no Exception
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise RingkvError(f"{what}: {' '.join(str(error).split())}") from error
+        raise
 
 
 class Tokenizer:
@@ -58,9 +75,11 @@ class Tokenizer:
         holes: the ids below ``size`` that no token has, or one without text: they decode to nothing.
 
     Raises:
-        RingkvError: the backend's decoder is of another kind, or an id is absurd.
+        RingkvError: the backend's decoder is of another kind, an id is absurd, or the library fails. So does every
+            method on a text that the library fails on.
     """
 
+    @refusing("tokenizer: it fails")
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
@@ -86,8 +105,10 @@ class Tokenizer:
         self.control_tokens = {token.content: id for id, token in control}
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
-        if self.size > _MAX_SIZE:
-            raise RingkvError(f"tokenizer.json: id {self.size - 1}: accepted are ids below {_MAX_SIZE}")
+        if self.size > (most := len(vocabulary) + MOST_HOLES):
+            raise RingkvError(
+                f"tokenizer: id {self.size - 1}: accepted are ids below {most} for {len(vocabulary)} tokens"
+            )
         self.holes = frozenset(range(self.size)).difference(id for text, id in vocabulary.items() if text)
 
     @classmethod
@@ -109,9 +130,10 @@ class Tokenizer:
                     "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes it"
                 )
             return None
-        with refusing(path):
-            backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
-        special_tokens = add_named_tokens(backend, folder)
+        with refusing(f"{path}: not a tokenizer"):
+            check_tokenizer(read_json(path), str(path))
+            backend = tokenizers.Tokenizer.from_buffer(read_bytes(path))
+            special_tokens = add_named_tokens(backend, folder)
         return cls(backend, special_tokens=special_tokens, chat_template=_chat_template(folder))
 
     def token_to_id(self, token: str) -> int | None:
@@ -193,15 +215,17 @@ class Tokenizer:
         return text.removeprefix(" ") if self.drops_space else text
 
     def _encoding(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
-        try:
-            return backend.encode(text, add_special_tokens=False)
-        except TypeError as error:
-            raise RingkvError("text: it holds half a surrogate pair, which is not valid Unicode") from error
+        with refusing(f"text of {len(text)} characters: the tokenizer fails on it"):
+            try:
+                return backend.encode(text, add_special_tokens=False)
+            except TypeError as error:
+                raise RingkvError("text: it holds half a surrogate pair, which is not valid Unicode") from error
 
     def _begins_with_bos(self) -> bool:
         return self.bos_id is not None and self._backend.encode("a").ids[:1] == [self.bos_id]
 
     @cached_property
+    @refusing("tokenizer: it fails")
     def _plain(self) -> tuple[tokenizers.Tokenizer, dict[int, str], dict[int | None, int]]:
         """A tokenizer that knows the control tokens by secret names only; these names by id; its added ids to ours.
 
@@ -226,17 +250,6 @@ class Tokenizer:
         return plain, names, {plain.token_to_id(text): id for id, text in texts.items()}
 
 
-@contextmanager
-def refusing(path: Path) -> Iterator[None]:
-    """RingkvError for whatever the tokenizers library raises, panics of its Rust code included."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise RingkvError(f"{path}: not a tokenizer: {' '.join(str(error).split())}") from error
-        raise
-
-
 def _decoding(backend: tokenizers.Tokenizer) -> tuple[str, bool, bool]:
     """What tokens are (bytes; spaces: texts with SentencePiece's; words, which spaces join), whether some are single
     bytes, and whether a first space is dropped."""
@@ -259,8 +272,8 @@ def _decoding(backend: tokenizers.Tokenizer) -> tuple[str, bool, bool]:
 def _chat_template(folder: Path) -> str | None:
     if (path := folder / "chat_template.jinja").is_file():
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return read_bytes(path).decode("utf-8")
+        except UnicodeDecodeError as error:
             raise RingkvError(f"{path}: cannot be read: {error}") from error
     sources = (optional_json(folder / name) for name in ("tokenizer_config.json", "chat_template.json"))
     template = next((source["chat_template"] for source in sources if source.get("chat_template") is not None), None)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import torch
+from torch import Tensor
 
 from ringkv.errors import RingkvError
 from ringkv.models.checkpoints.base import Checkpoint
+from ringkv.models.checkpoints.state_dict import StateDictCheckpoint
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import EMBEDDING, HEAD, Decoder
 from ringkv.models.keys import short
 
 # Buffers that old checkpoints carry; the decoder computes its own.
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_BLOCK = 1 << 18  # numbers that are looked at together on a CPU: in float32 they fit its cache
 
 
 def load_decoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *, packed: bool = False) -> Decoder:
@@ -34,7 +38,17 @@ def load_decoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtyp
         )
     _check(Decoder(config, torch.device("meta"), dtype), checkpoint)
     decoder = Decoder(config, device, dtype, packed=packed)
-    decoder.fill(checkpoint.read)
+    held = _dtypes(decoder)
+
+    def read(name: str, out: Tensor) -> None:
+        checkpoint.read(name, out)
+        if out.dtype == torch.float16 and not out.any():  # what was not zero may have become it
+            exact = torch.empty_like(out, dtype=torch.float32, device="cpu")
+            checkpoint.read(name, exact)
+            out = exact
+        _check_range(checkpoint, name, out, held[name])
+
+    decoder.fill(read)
     return decoder
 
 
@@ -50,15 +64,58 @@ def read_config(checkpoint: Checkpoint) -> ModelConfig:
         raise RingkvError(f"{checkpoint.name}: {error}") from error
 
 
-def load_weights(decoder: Decoder, checkpoint: Checkpoint) -> None:
+def load_weights(decoder: Decoder, checkpoint: StateDictCheckpoint) -> None:
     """Set every parameter of a decoder in place, exactly once; nothing is set if something does not fit.
 
     Raises:
-        RingkvError: tensors are missing, unexpected or of the wrong shape (they are listed), or a head differs from
-            the embedding that the configuration ties it to.
+        RingkvError: tensors are missing, unexpected or of the wrong shape (they are listed), a head differs from the
+            embedding that the configuration ties it to, or the decoder's dtype cannot hold what is in a tensor.
     """
     _check(decoder, checkpoint)
+    for name, dtype in _dtypes(decoder).items():
+        _check_range(checkpoint, name, checkpoint.tensors[name], dtype)
     decoder.fill(checkpoint.read)
+
+
+def _dtypes(decoder: Decoder) -> dict[str, torch.dtype]:
+    """In which dtype each tensor of a checkpoint is held: products that are packed have a view on the meta device."""
+    views = decoder.destinations().items()
+    return {name: decoder.weight_dtype if view.is_meta else view.dtype for name, view in views}
+
+
+def _check_range(checkpoint: Checkpoint, name: str, x: Tensor, dtype: torch.dtype) -> None:
+    """Refuse a tensor with NaN or infinity, and one that a dtype cannot hold: too large, or too small as a whole.
+
+    FBGEMM would pack NaN and what is too large as numbers. And a matrix whose largest number is below the smallest
+    normal one would keep few of its bits, or none.
+    """
+    try:
+        largest = _largest(x)
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise RingkvError(f"{checkpoint.name}: tensor {short(name)} cannot be read: {why}") from error
+    limits = torch.finfo(dtype)
+    if not largest <= limits.max:
+        found = "NaN" if math.isnan(largest) else f"infinity, or numbers beyond {limits.max:g}"
+    elif x.dim() > 1 and 0 < largest < limits.tiny:
+        found = f"no number above {largest:.3g}"
+    else:
+        return
+    raise RingkvError(
+        f"{checkpoint.name}: tensor {short(name)} holds {found}: accepted in {str(dtype).removeprefix('torch.')} are "
+        f"finite numbers, the largest from {limits.tiny:.3g} to {limits.max:g}"
+        + (", and more with dtype = 'float32'" if dtype == torch.float16 and not math.isnan(largest) else "")
+    )
+
+
+def _largest(x: Tensor) -> float:
+    """The largest magnitude in a tensor; NaN where one number is NaN."""
+    x, wide = x.detach(), torch.promote_types(x.dtype, torch.float32)
+    rows = max(1, _BLOCK * len(x) // x.numel()) if x.device.type == "cpu" else len(x)
+    # A plain copy of each block, so that what cannot be copied is found before anything is written.
+    blocks = (torch.empty(part.shape, dtype=wide, device=x.device).copy_(part) for part in x.split(rows))
+    ends = [end for block in blocks for end in torch.aminmax(block)]
+    return float(torch.stack(ends).abs().amax())
 
 
 def _check(decoder: Decoder, checkpoint: Checkpoint) -> None:

@@ -4,7 +4,16 @@ A policy is a frozen dataclass of its hyperparameters with one method, ``priorit
 candidate, of which the lowest leave. To add one, write the dataclass and register it; tests run over the whole table.
 """
 
-from ringkv.engine.policies.base import POLICIES, Policy, as_policy, policy_table, priorities, register_policy
+from ringkv.engine.policies.base import (
+    POLICIES,
+    Policy,
+    as_policy,
+    gave_nan,
+    policy_table,
+    priorities,
+    register_policy,
+    shown,
+)
 
 # The table stands in the order of registration: simple ones first.
 # isort: split
@@ -37,7 +46,9 @@ __all__ = [
     "VaseAttnV",
     "VaseDKV",
     "as_policy",
+    "gave_nan",
     "policy_table",
     "priorities",
     "register_policy",
+    "shown",
 ]

@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ringkv.engine.policies.live import Live
@@ -67,7 +66,8 @@ class Policy:
         """float32 [P, H, c]: one number a candidate, in position order; the lowest leave, of equals the older.
 
         Must not write anything and must not synchronise with the host. +inf keeps a candidate as long as others are
-        left; NaN counts as -inf.
+        left. NaN ends the request with an error that names the policy: it is noted on the device and read with a later
+        token, so nothing waits for it, and the eviction at hand takes it for -inf.
         """
         raise NotImplementedError
 
@@ -201,12 +201,17 @@ def priorities(policy: Policy, live: Live) -> Tensor:
         RingkvError: naming the policy and what it returned.
     """
     priority = policy.priority(live)
-    wanted = (*live.slot.shape[:2], live.candidates)
-    if not isinstance(priority, Tensor) or priority.shape != wanted or priority.dtype != torch.float32:
-        given = (
-            f"{str(priority.dtype).removeprefix('torch.')} {list(priority.shape)}"
-            if isinstance(priority, Tensor)
-            else type(priority).__name__
-        )
-        raise RingkvError(f"policy {policy.name}: priority returned {given}, accepted is float32 {list(wanted)}")
+    given, wanted = shown(priority), f"float32 {[*live.slot.shape[:2], live.candidates]}"
+    if given != wanted:
+        raise RingkvError(f"policy {policy.name}: priority returned {given}, accepted is {wanted}")
     return priority
+
+
+def gave_nan(policy: Policy) -> RingkvError:
+    """The error for a policy that returned NaN."""
+    return RingkvError(f"policy {policy.name}: priority returned NaN, accepted are numbers, and infinity")
+
+
+def shown(x: object) -> str:
+    """The dtype and the shape of a tensor, or the type of something else."""
+    return f"{x.dtype} {list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__

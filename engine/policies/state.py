@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ringkv.engine.policies import Policy
+from ringkv.engine.policies import Policy, shown
 from ringkv.errors import RingkvError
 
 
@@ -70,13 +70,15 @@ class PolicyState:
         """``new``, what the policy's method ``by`` returned for the state ``old``.
 
         Raises:
-            RingkvError: a name that was not declared, or another shape or dtype.
+            RingkvError: no mapping, a name that was not declared, or another shape or dtype.
         """
+        if not isinstance(new, Mapping):
+            raise RingkvError(f"policy {self.policy.name}: {by} returned {type(new).__name__}, accepted is a mapping")
         for name, value in new.items():
             if name not in old:
                 known = ", ".join(old)
                 raise RingkvError.bad(f"policy {self.policy.name}: {by}", name, f"what it declares: {known}")
-            if value.shape != old[name].shape or value.dtype != old[name].dtype:
-                given, wanted = (f"{x.dtype} {list(x.shape)}".removeprefix("torch.") for x in (value, old[name]))
+            given, wanted = shown(value), shown(old[name])
+            if given != wanted:
                 raise RingkvError(f"policy {self.policy.name}: {by} gave {name} as {given}, accepted is {wanted}")
         return new

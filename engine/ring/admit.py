@@ -75,6 +75,7 @@ def _prompt(ring: Ring, layer: int, lane: int, q: Tensor, k: Tensor, v: Tensor) 
         sample=torch.zeros_like(ring.sample[alone]),  # samples share one prefill
         pin=ring.pin[alone],
         inv_freq=ring.inv_freq[layer : layer + 1],
+        unranked=ring.unranked[alone],
         state=PolicyState(ring.policy, start, (1, 1, kv_heads, n), k.device),
         first_layer=layer,
     )

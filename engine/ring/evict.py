@@ -61,12 +61,17 @@ def _keep(held: Storage, live: Live, new: Mapping[str, Tensor], by: str) -> None
 
 
 def victims(held: Storage, live: Live, count: int) -> Tensor:
-    """The ``count`` candidates a head that the policy lets go first, sinks and pins apart: bool [P, H, c]."""
+    """The ``count`` candidates a head that the policy lets go first, sinks and pins apart: bool [P, H, c].
+
+    That a policy gave NaN is noted on the device, where it is read with the next tokens.
+    """
     policy = held.config.policy
     if held.state and (new := policy.remember(live)):
         _keep(held, live, new, "remember")
         live = replace(live, state={**live.state, **new})
-    return lowest(priorities(policy, live), live.protected, count)
+    priority = priorities(policy, live)
+    held.unranked.index_add_(0, live.pairs.lane, priority.isnan().flatten(1).any(1).float())
+    return lowest(priority, live.protected, count)
 
 
 def warm_up(ring: Ring) -> None:

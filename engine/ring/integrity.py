@@ -27,7 +27,7 @@ def check_integrity(ring: Ring) -> None:
             assert (free == -1).all(), f"{where}: a free slot is marked live"
             assert (live >= 0).all(), f"{where}: a live slot is marked free"
             assert (live.diff(dim=-1) > 0).all(), f"{where}: live positions do not ascend"
-            if not count:
+            if not count or not seen:  # it was left before its prompt was read
                 continue
             assert (live < seen).all(), f"{where}: a live position lies in the future"
             head = min(max(config.sinks, int(ring.pin[lane])), seen)

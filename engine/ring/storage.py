@@ -40,6 +40,7 @@ class Storage:
         evictions: int32 [L, B], how many there were; -1 before a prompt has entered.
         seen, seed, sample, pin: int64 [B].
         inv_freq: float32 [L, D/2]; see ``Live``.
+        unranked: float32 [B], above 0 where the policy gave NaN.
         state: what the policy declared.
         first_layer: the model's number of layer 0.
     """
@@ -57,6 +58,7 @@ class Storage:
     sample: Tensor
     pin: Tensor
     inv_freq: Tensor
+    unranked: Tensor
     state: PolicyState
     first_layer: int = 0
 
@@ -126,6 +128,7 @@ class Ring(Storage):
             sample=zeros(lanes, dtype=torch.int64),
             pin=zeros(lanes, dtype=torch.int64),
             inv_freq=layer_frequencies(model).to(device),
+            unranked=zeros(lanes, dtype=torch.float32),
             state=PolicyState(self.policy, self.policy.start(model), slots, device),
         )
         self.order = zeros(*slots, dtype=torch.int32)
@@ -148,7 +151,7 @@ class Ring(Storage):
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is counted in ``nbytes``, by name."""
         names: tuple[str, ...] = ("k", "v", "position", "order", "v_range", "queries", "count", "evictions")
-        names += ("seen", "seed", "sample", "pin", "next_token", "active")
+        names += ("seen", "seed", "sample", "pin", "unranked", "next_token", "active")
         own = {name: getattr(self, name) for name in names}
         return own | {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
 
@@ -166,7 +169,7 @@ class Ring(Storage):
             table[:, lane] = 0
         self.seen[lane] = self.next_token[lane] = 0
         self.seed[lane] = seed - (1 << 64) if seed >= 1 << 63 else seed
-        self.sample[lane], self.pin[lane] = sample, pin
+        self.sample[lane], self.pin[lane], self.unranked[lane] = sample, pin, 0
         self.state.reset(lane)
         self.counts[:, lane] = self.spans[:, lane] = self.evicted[:, lane] = self.unobserved[:, lane] = 0
         for observer in self.observers:

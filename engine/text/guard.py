@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from ringkv.engine.text.templates import ChatTemplate
 from ringkv.errors import RingkvError
@@ -14,6 +15,23 @@ from ringkv.errors import RingkvError
 # Where guards are taken from: letters that Python and JSON print as they are, and that hardly any text holds.
 _RARE = [chr(code) for code in range(0x20000, 0x2A6D7)]
 _TRIES = 100
+
+
+class _Known(NamedTuple):
+    """What follows from the texts that only a template writes; the same for every conversation with a model.
+
+    Attributes:
+        pattern: finds them, the longest first.
+        lower: in small letters.
+        heads, tails: how they begin and end, in small letters.
+        blanks: whether some hold blanks; those of a text then count.
+    """
+
+    pattern: str
+    lower: list[str]
+    heads: set[str]
+    tails: set[str]
+    blanks: bool
 
 
 class Guard:
@@ -55,17 +73,12 @@ class Guard:
         if len(letters) < 2:
             raise RingkvError(f"messages: they hold almost all of {len(_RARE)} rare letters; accepted are fewer")
         self._guard, self.mark = letters[:2]
-        self._texts = sorted({*control_tokens, *texts}, key=len, reverse=True)
-        self._pattern = re.compile(f"(?<!{self._guard})({'|'.join(map(re.escape, self._texts)) or '(?!)'})")
+        self._known = known = _known(frozenset((*control_tokens, *texts)))
+        self._pattern = re.compile(f"(?<!{self._guard})({known.pattern})")
         # A template may write what a message says in small letters, or in capitals.
         self._any_case = re.compile(self._pattern.pattern, re.IGNORECASE)
-        self._lower = lower = [text.lower() for text in self._texts]
-        self._heads = {text[:end] for text in lower for end in range(1, len(text))}
-        self._tails = {text[start:] for text in lower for start in range(1, len(text))}
-        self._all = self._guard.join(lower)
+        self._all = self._guard.join(known.lower)
         self._names, self._replaces = template.names | {"role"}, template.replaces
-        # A template may trim a text. Where control tokens hold blanks, those of the text count.
-        self._strip = not any(character.isspace() for text in self._texts for character in text)
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """A message with guards; its role, whose words are known, stays."""
@@ -105,9 +118,9 @@ class Guard:
         name = text in self._names
         while (guarded := self._any_case.sub(self._broken, text)) != text:
             text = guarded
-        if self._replaces and (ends := {one[-1] for one in self._lower if _in_order(one, text.lower())}):
+        if self._replaces and (ends := {one[-1] for one in self._known.lower if _in_order(one, text.lower())}):
             text = re.sub(f"(?<!{self._guard})(?i:[{re.escape(''.join(ends))}])", self._broken, text)
-        core = text.strip() if self._strip else text
+        core = text if self._known.blanks else text.strip()  # a template may trim a text
         if name or not core or not self._joins(core.lower()):
             return text
         before, _, after = text.partition(core)
@@ -118,9 +131,23 @@ class Guard:
 
     def _joins(self, core: str) -> bool:
         """Whether a text could be a part of a control token, or end or begin one."""
-        lengths = range(1, 1 + min(len(core), max(map(len, self._texts), default=0)))
+        known = self._known
+        lengths = range(1, 1 + min(len(core), max(map(len, known.lower), default=0)))
         inside = core in self._all
-        return inside or any(core[:n] in self._tails or core[-n:] in self._heads for n in lengths)
+        return inside or any(core[:n] in known.tails or core[-n:] in known.heads for n in lengths)
+
+
+@lru_cache(maxsize=4)
+def _known(texts: frozenset[str]) -> _Known:
+    longest = sorted(texts, key=lambda text: (-len(text), text))
+    lower = [text.lower() for text in longest]
+    return _Known(
+        pattern="|".join(map(re.escape, longest)) or "(?!)",
+        lower=lower,
+        heads={text[:end] for text in lower for end in range(1, len(text))},
+        tails={text[start:] for text in lower for start in range(1, len(text))},
+        blanks=any(character.isspace() for text in longest for character in text),
+    )
 
 
 def _in_order(characters: str, text: str) -> bool:

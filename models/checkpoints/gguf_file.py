@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ _LENGTH = struct.Struct("<Q")
 # Far above any real file, far below what would keep a broken one busy.
 _MAX_COUNT = 1 << 24
 _MAX_DIMS = 4
+_MAX_HEADER = 64 << 20  # bytes; a large vocabulary with its merges takes twenty million
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,10 @@ def read_gguf(path: Path) -> GGUFFile:
     """
     gguf = gguf_package()
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Header(path, data, gguf).read()
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            with mmap.mmap(file.fileno(), min(size, _MAX_HEADER), access=mmap.ACCESS_READ) as data:
+                return _Header(path, data, size, gguf).read()
     except OSError as error:
         raise RingkvError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, struct.error) as error:
@@ -78,14 +83,17 @@ def read_gguf(path: Path) -> GGUFFile:
             raise
         if isinstance(error, UnicodeDecodeError):
             raise RingkvError(f"{path}: broken GGUF file: a string that is not UTF-8") from error
-        raise RingkvError(f"{path}: broken GGUF file: it ends inside its header") from error
+        raise RingkvError(
+            f"{path}: broken GGUF file: it ends inside its header"
+            + (f", which is longer than {_MAX_HEADER} bytes" if size > _MAX_HEADER else "")
+        ) from error
 
 
 class _Header:
     """One pass over the header; reading past the end raises struct.error."""
 
-    def __init__(self, path: Path, data: mmap.mmap, gguf: Any) -> None:
-        self.path, self.data, self.size, self.at, self.gguf = path, data, len(data), 0, gguf
+    def __init__(self, path: Path, data: mmap.mmap, size: int, gguf: Any) -> None:
+        self.path, self.data, self.size, self.at, self.gguf = path, data, size, 0, gguf
 
     def read(self) -> GGUFFile:
         if self.data[:4] != b"GGUF":
@@ -113,6 +121,9 @@ class _Header:
             if name in file.tensors:
                 raise self.broken(f"it holds the tensor {short(name)} twice")
             file.tensors[name] = self.tensor(name, dims, kind, start + offset)
+        for one, other in pairwise(sorted(file.tensors.values(), key=lambda tensor: tensor.offset)):
+            if one.offset + one.bytes_of(math.prod(one.shape)) > other.offset:
+                raise self.broken(f"the tensors {short(one.name)} and {short(other.name)} overlap")
         return file
 
     def scalar(self, code: str) -> Any:
@@ -131,7 +142,7 @@ class _Header:
 
     def strings(self, count: int) -> list[str]:
         """The loop of the reader: a vocabulary and its merges are some hundred thousand strings."""
-        data, size, at, length_at = self.data, self.size, self.at, _LENGTH.unpack_from
+        data, size, at, length_at = self.data, len(self.data), self.at, _LENGTH.unpack_from
         found = []
         for _ in range(count):
             (length,) = length_at(data, at)

@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
+from ringkv.models.bounds import check_added
 from ringkv.models.keys import Keys
 from ringkv.models.special_tokens import TURN_ENDS
 from ringkv.models.tokenizer import Tokenizer, refusing
@@ -67,14 +68,15 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
     if not isinstance(template, str | None):
         raise keys.refuse("tokenizer.chat_template", "a text")
 
-    with refusing(path):
+    added = [pair for pair in zip(tokens, kinds, strict=True) if pair[1] in (_CONTROL, _USER_DEFINED)]
+    check_added((token for token, _ in added), f"{path}: tokenizer.ggml.tokens")
+    with refusing(f"{path}: not a tokenizer"):
         # The converter writes no ignore_merges; Llama 3 takes a word that is a token before it looks at merges.
         backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
         backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizer(pre))
         backend.decoder = decoders.ByteLevel()
         if pre in ("qwen2", "deepseek-r1-qwen"):
             backend.normalizer = normalizers.NFC()
-        added = [pair for pair in zip(tokens, kinds, strict=True) if pair[1] in (_CONTROL, _USER_DEFINED)]
         backend.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL) for token, kind in added])
     return Tokenizer(
         backend,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ringkv.errors import RingkvError
@@ -23,25 +24,29 @@ class StateDictCheckpoint:
         config: the keys of a ``config.json``, or the ModelConfig that was made of them.
 
     Raises:
-        RingkvError: a value that is no tensor of floats with data, by name.
+        RingkvError: a value that is no dense tensor of floats with data, by name.
+
+    Attributes:
+        tensors: under the names of a checkpoint's files.
     """
 
     def __init__(
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | ModelConfig, name: str = "state dict"
     ) -> None:
-        self.name, self._tensors = name, dict(_unstacked(tensors))
+        self.name = name
         self.config: Any = config
         self.generation_config: Mapping[str, Any] = {}
-        for key, tensor in self._tensors.items():
+        for key, tensor in tensors.items():
             floats = isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.itemsize >= 2
-            if not floats or tensor.is_meta:
-                raise RingkvError(f"{name}: {key} is {short(tensor)}: accepted is a tensor of floats with data")
+            if not floats or tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested:
+                raise RingkvError(f"{name}: {key} is {short(tensor)}: accepted is a dense tensor of floats with data")
+        self.tensors = dict(_unstacked(tensors))
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def read(self, name: str, out: Tensor) -> None:
-        out.copy_(self._tensors[name].detach())
+        out.copy_(self.tensors[name].detach())
 
     def tokenizer(self) -> None:
         return None
@@ -51,7 +56,7 @@ def _unstacked(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Views of single experts where a model in memory (transformers 5) holds them stacked; files never do."""
     for name, tensor in tensors.items():
         prefix, _, part = name.rpartition(".experts.")
-        if not prefix or part not in _STACKED:
+        if not prefix or part not in _STACKED or tensor.dim() != 3:
             yield name, tensor
             continue
         for expert, weight in enumerate(tensor):

@@ -105,11 +105,15 @@ def test_packed_weights_take_what_is_told(inputs, tmp_path):
     assert 0.99 < float(done.stdout) < 1.01
 
 
+def _inputs(linear):
+    return (linear.shape if isinstance(linear, PackedLinear) else linear.weight.shape)[1]
+
+
 def held(model):
     """What a decoder holds, by value: the parameters, and each product's answer to one and the same row."""
     products = [model.head, *(x for each in model.layers for x in (each.qkv, each.o, each.mlp.gate_up, each.mlp.down))]
     parameters = [x.clone() for x in model.destinations().values() if not x.is_meta]
-    return [model.embedding.clone(), *parameters, *(linear(torch.ones(1, linear.shape[1])) for linear in products)]
+    return [model.embedding.clone(), *parameters, *(linear(torch.ones(1, _inputs(linear))) for linear in products)]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -132,7 +136,7 @@ def test_weights_of_a_packed_engine_are_replaced_in_place_or_left(tied):
     refused(r"missing: model\.norm\.weight", **{"model.norm.weight": None})
     refused(r"unexpected: model\.extra", **{"model.extra": torch.ones(1)})
     refused(r"wrong shape: model\.layers\.2\.mlp\.down_proj", **{"model.layers.2.mlp.down_proj.weight": torch.ones(1)})
-    refused("accepted is a tensor of floats", **{"model.layers.2.mlp.down_proj.weight": torch.ones(32, 48).int()})
+    refused("accepted is a dense tensor of floats", **{"model.layers.2.mlp.down_proj.weight": torch.ones(32, 48).int()})
     if tied:
         refused("lm_head.weight differs", **{"lm_head.weight": new["model.embed_tokens.weight"] + 1})
 
@@ -146,15 +150,35 @@ def test_weights_of_a_packed_engine_are_replaced_in_place_or_left(tied):
     assert engine.generate(ids, PARAMS).token_ids == fresh.generate(ids, PARAMS).token_ids
 
 
-def test_the_embedding_and_a_tied_head_saturate_apart():
-    """Beyond float16 a row of the embedding is infinite, and a packed weight the largest number, as FBGEMM rounds."""
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.1.mlp.down_proj", "model.layers.0.mlp.up_proj"])
+@pytest.mark.parametrize(
+    "change, refused_in, told",
+    [
+        (lambda x: x.index_fill(0, torch.tensor(5), torch.nan), ("float16", "float32"), "holds NaN"),
+        (lambda x: x.index_fill(1, torch.tensor(5), torch.inf), ("float16", "float32"), "holds infinity"),
+        (lambda x: x.index_fill(0, torch.tensor(5), -65536.0), ("float16",), "holds infinity, or numbers beyond 65504"),
+        (lambda x: x / x.abs().amax() * 6e-5, ("float16",), "holds no number above 6e-05"),
+        (lambda x: x / x.abs().amax() * 1e-9, ("float16",), "holds no number above 1e-09"),
+        (lambda x: x / x.abs().amax() * 65504, (), ""),
+        (torch.zeros_like, (), ""),
+    ],
+)
+def test_a_tensor_that_its_dtype_cannot_hold_is_refused(name, change, refused_in, told, dtype):
     config = tiny_config(tie_embeddings=True)
     weights = tiny_weights(config, torch.float32)
-    weights["model.embed_tokens.weight"][5] = 1e6
-    model = Engine(weights, config=config, ring=RING, dtype="float16").model
-    assert torch.equal(model.embedding, weights["model.embed_tokens.weight"].half())
-    x = random(3, 32)
-    assert torch.equal(model.head(x), packed(weights["model.embed_tokens.weight"].clone())(x))
+    engine = Engine(weights, config=config, ring=RING, dtype=dtype)
+    before = held(engine.model)
+    bad = {**weights, f"{name}.weight": change(weights[f"{name}.weight"])}
+    if dtype not in refused_in:
+        engine.update_weights(bad)
+        Engine(bad, config=config, ring=RING, dtype=dtype)
+        return
+    with pytest.raises(RingkvError, match=rf"'{name}.weight' {told}.*finite numbers"):
+        engine.update_weights(bad)
+    assert all(torch.equal(x, y) for x, y in zip(held(engine.model), before, strict=True))
+    with pytest.raises(RingkvError, match=rf"'{name}.weight' {told}.*finite numbers"):
+        Engine(bad, config=config, ring=RING, dtype=dtype)
 
 
 @pytest.mark.parametrize("available, weights", [(True, "float16"), (False, "float32")])

@@ -465,7 +465,7 @@ def test_weights_from_a_model_of_transformers(
 
 @pytest.mark.parametrize("bad", [torch.ones(2, dtype=torch.int32), torch.ones(2, device="meta"), [1.0], None])
 def test_a_state_dict_of_something_else_is_refused(bad: Any) -> None:
-    with pytest.raises(RingkvError, match=r"x is .*: accepted is a tensor of floats"):
+    with pytest.raises(RingkvError, match=r"x is .*: accepted is a dense tensor of floats"):
         StateDictCheckpoint({"x": bad}, {})
 
 
