@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ringkv.engine import SamplingParams
 from ringkv.errors import RingkvError, is_int, naming
@@ -185,13 +185,20 @@ class Rows:
 
 def _twice_readable(source: str | os.PathLike[str]) -> IO[bytes]:
     """A file that is read from its beginning and can be read again."""
-    file = sys.stdin.buffer if source == "-" else open(source, "rb")  # noqa: SIM115 - Rows closes it
-    if source != "-" and file.seekable():
+    if source == "-":
+        return _copied(sys.stdin.buffer)
+    file = open(source, "rb")  # noqa: SIM115 - Rows closes it
+    if file.seekable():
         return file
-    copy = tempfile.SpooledTemporaryFile(_SPOOLED)  # noqa: SIM115
+    with file:
+        return _copied(file)
+
+
+def _copied(file: IO[bytes]) -> IO[bytes]:
+    copy: Any = tempfile.SpooledTemporaryFile(_SPOOLED)  # noqa: SIM115
     shutil.copyfileobj(file, copy)
     copy.seek(0)
-    return copy
+    return cast("IO[bytes]", copy)
 
 
 def _row(number: int, line: bytes) -> Row:
