@@ -37,12 +37,12 @@ UPTO = ("first", "half", "resume")
 
 def at_once(prompts: Iterable[Any], params: Iterable[SamplingParams]) -> Iterator[tuple[int, Completion]]:
     """An engine that answers at once."""
-    nothing: dict[str, Any] = dict.fromkeys(("thinking", "stop_reason", "repetition", "logprobs", "error"))
-    counts = {"prompt_tokens": 40, "completion_tokens": 50, "thinking_tokens": 0, "answer_tokens": 50, "sample": 0}
-    about: dict[str, Any] = {"model": "none", "dtype": {}, "backend": "none", "ring": {}, "sampling": {}, "timing": {}}
+    fields: dict[str, Any] = dict.fromkeys(("thinking", "stop_reason", "repetition", "logprobs", "error"))
+    fields |= {"prompt_tokens": 40, "completion_tokens": 50, "thinking_tokens": 0, "answer_tokens": 50, "sample": 0}
+    fields |= {"model": "none", "dtype": {}, "backend": "none", "ring": {}, "sampling": {}, "timing": {}}
+    fields |= {"text": ANSWER, "token_ids": list(range(50)), "finish_reason": "stop", "warnings": []}
     for index, _ in enumerate(zip(prompts, params, strict=True)):
-        text = {"text": ANSWER, "token_ids": list(range(50)), "finish_reason": "stop", "warnings": []}
-        yield index, Completion(**text, **counts, **about, **nothing)
+        yield index, Completion(**fields)
 
 
 def child(source: str, output: str, upto: int) -> None:
@@ -58,12 +58,12 @@ def child(source: str, output: str, upto: int) -> None:
             os._exit(0)
 
     with Job(source, output, SamplingParams(seed=0, max_tokens=50), {"lanes": 1}) as job:
-        job.run(at_once, on_result)  # type: ignore[arg-type]
+        job.run(at_once, on_result)
 
 
 def measure(package: Path, source: Path, rows: int) -> dict[str, float]:
     """The figures of a package for a file."""
-    found = {}
+    found: dict[str, float] = {}
     environment = {**os.environ, "PYTHONPATH": str(package.parent), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         for phase, upto in zip(UPTO, (1, rows // 2, rows // 2 + 1), strict=True):
@@ -90,7 +90,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(*options.child[:2], int(options.child[2]))
+        source, output, upto = options.child
+        child(source, output, int(upto))
         return
     packages = {"this": PACKAGE} | ({"beside": options.beside.resolve()} if options.beside else {})
     lines, figures = [], []

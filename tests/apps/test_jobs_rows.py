@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,13 @@ def test_every_sample_of_a_refused_prompt_has_its_error_after_a_kill_between_the
     run_until(1, source, output)
     assert run(source, output).failed == 3
     assert [line["ringkv"]["error"]["message"] for line in lines(output)] == ["prompt: it is bad"] * 3
+
+
+def test_the_samples_of_a_refused_prompt_do_not_wait_for_the_end(tmp_path):
+    rows = [{"prompt": f"{at % 2 * 'bad'} {at}", "params": {"n": 2}} for at in range(6)]
+    run(write_rows(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl", engine=SimpleNamespace(iterate=at_once))
+    found = [(line["id"], line["ringkv"]["sample"]) for line in lines(tmp_path / "out.jsonl")]
+    assert found == [(str(line), sample) for line in range(1, 7) for sample in range(2)]
 
 
 def test_a_sample_that_no_row_has(tmp_path):

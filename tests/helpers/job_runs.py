@@ -134,5 +134,8 @@ def run_until(count: int, source: Path, output: Path, **options: Any) -> None:
 def at_once(prompts: Iterable[Any], params: Iterable[SamplingParams]) -> Results:
     """An engine with one lane that answers at once, and takes a row after the other."""
     for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        if "bad" in str(prompt):
+            yield index, fake(error="prompt: it is bad", refused=True)
+            continue
         for sample in range(each.n):
             yield index, fake(f"to {prompt}", sample=sample)
