@@ -5,22 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import chain, tee
 from pathlib import Path
 from typing import Any
 
-from ringkv.apps.jobs.results import Results, StdoutResults, Unit, UnwrittenError
-from ringkv.apps.jobs.rows import OURS, Row, parse_object, read_rows
+import numpy as np
+
+from ringkv.apps.jobs.results import Results, StdoutResults, UnwrittenError
+from ringkv.apps.jobs.rows import OURS, Row, Rows
+from ringkv.apps.jobs.settings import read_settings, write_settings
 from ringkv.apps.process import handling_signals
 from ringkv.engine import Completion, Sampling, SamplingParams, effective_seed
-from ringkv.errors import RingkvError, naming
-from ringkv.files import beside, same_file, write_whole
+from ringkv.errors import MOST, RingkvError, naming
+from ringkv.files import beside, same_file
 
-Iterate = Callable[[Sequence[Any], Sequence[SamplingParams]], Generator[tuple[int, Completion], None, None]]
+Iterate = Callable[[Iterator[Any], Iterator[SamplingParams]], Generator[tuple[int, Completion], None, None]]
 
 _ABSENT = object()
+_MISSING, _DONE, _FAILED = range(3)  # what a result is
 _NO_RESULT = {"type": "NoResult", "message": "the engine ended without a result for this sample"}
 
 
@@ -62,8 +68,42 @@ class Status:
             self.warning = self.warning or warnings[0]
 
 
+@dataclass
+class _Begun:
+    """A row whose results are coming.
+
+    Attributes:
+        left: the samples that have not come yet.
+        error: what those come to that never do.
+    """
+
+    row: Row
+    left: set[int]
+    error: Mapping[str, str]
+
+    def results(self, completion: Completion) -> Iterator[tuple[Row, Mapping[str, Any]]]:
+        """What a completion gives: nothing where its sample was cancelled or is there already."""
+        came = self.left & {completion.sample}
+        if completion.error is not None:
+            self.error = completion.error
+            if not completion.prompt_tokens:  # the prompt was refused: one completion comes, whatever n is
+                came = set(self.left)
+        self.left -= came
+        if completion.error is not None:
+            yield from self.failures(came)
+        elif came and completion.finish_reason != "cancelled":
+            yield self.row, completion.to_dict() | {"warnings": [*completion.warnings, *self.row.warnings]}
+
+    def failures(self, samples: Iterable[int]) -> Iterator[tuple[Row, Mapping[str, Any]]]:
+        """Results with the error."""
+        return ((self.row, {"sample": sample, "error": self.error}) for sample in sorted(samples))
+
+
 class Job:
     """A file of prompts with its results, checked, locked and ready to run. A context manager.
+
+    Every row is read once before anything runs, so that a file with a bad line is refused as a whole, and again when
+    an engine asks for it: what is kept in memory is a few bytes for each.
 
     Beside the output lies ``<output>.ringkv.json``: the settings, the run's seed, a hash of each row. Where the output
     holds results already, the run resumes: settings and rows must be the same (more rows may follow), the seed is taken
@@ -92,42 +132,34 @@ class Job:
         generation_config: Callable[[], Mapping[str, Any]] = dict,
         retry_errors: bool = False,
     ) -> None:
-        if "-" not in (source, output) and same_file(Path(source), Path(output)):
-            raise RingkvError(f"output = {str(output)!r}: it is the input")
-        self.rows = read_rows(source)
+        _check_apart(source, output)
         self.params = params
-        self.results = StdoutResults() if output == "-" else Results(Path(output))
-        try:
+        with ExitStack() as opened:
+            self.rows = opened.enter_context(closing(Rows(source, self._samples)))
+            if self.rows.first[-1] > MOST:
+                raise RingkvError(f"{source}: it asks for {self.rows.first[-1]} results; accepted are {MOST} at most")
+            self.results = StdoutResults() if output == "-" else Results(Path(output))
+            opened.enter_context(closing(self.results))
+            self._state = np.zeros(self.rows.first[-1], np.uint8)  # of each result that is wanted
+            self._done = self._failed = 0
             self.seed = self._agree(settings, generation_config, retry_errors)
-        except BaseException:
-            self.results.close()
-            raise
-        self._sampling: dict[str, SamplingParams] = {}
-        self._errors: dict[str, dict[str, str]] = {}
-        for row in self.rows:
-            try:
-                with naming(f"line {row.line}"):
-                    self._sampling[row.key] = row.sampling(params, self.seed)
-                    row.check_prompt()
-            except RingkvError as error:
-                self._errors[row.key] = {"type": type(error).__name__, "message": str(error)}
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.results.close()
+        self._opened.close()
 
     @property
     def status(self) -> Status:
-        """How far it is, before it runs."""
-        done = self.results.done
-        return Status(len(self.rows), sum(len(self._units(row)) for row in self.rows), len(done), sum(done.values()))
+        """How far it is."""
+        return Status(len(self.rows), len(self._state), self._done, self._failed)
 
     @property
-    def missing(self) -> list[Unit]:
-        """(row id, sample) of what is not there yet, in the order of the rows."""
-        return [unit for row in self.rows for unit in self._units(row) if unit not in self.results.done]
+    def missing(self) -> int:
+        """How many results are not there yet."""
+        return len(self._state) - self._done
 
     def run(self, iterate: Iterate, on_result: Callable[[Status], None] | None = None) -> Status:
         """Generate what is missing. Ctrl-C and SIGTERM end it, but never within a line.
@@ -153,6 +185,7 @@ class Job:
                 for row, result in results:
                     holding = True  # a signal waits for the end of the line
                     self.results.append({**row.carried, "id": row.id, OURS: result})
+                    self._note(self.rows.places[row.key], result["sample"], result.get("error") is not None)
                     status.count(result)
                     holding = False
                     if came:
@@ -166,42 +199,83 @@ class Job:
         return status
 
     def _results(self, iterate: Iterate) -> Generator[tuple[Row, Mapping[str, Any]], None, None]:
-        """What is missing, as it comes: first the rows that are refused here, last what the engine has left out."""
-        missing = dict.fromkeys(self.missing)
-
-        def rest(row: Row, error: Mapping[str, str]) -> Iterator[tuple[Row, Mapping[str, Any]]]:
-            for unit in self._units(row):
-                if unit in missing:
-                    del missing[unit]
-                    yield row, {"sample": unit[1], "error": error}
-
-        for row in self.rows:
-            if row.key in self._errors:
-                yield from rest(row, self._errors[row.key])
-        rows = [row for row in self.rows if any(unit in missing for unit in self._units(row))]
-        if not rows:
+        """What is missing, as it comes; last what the engine has left out."""
+        todo = self._todo()
+        for first in todo:
+            if not isinstance(first[2], RingkvError):
+                break
+            yield from self._refused(first[0])
+        else:
             return
-        errors = {}
-        with closing(iterate([row.prompt for row in rows], [self._sampling[row.key] for row in rows])) as results:
-            for index, completion in results:
-                row = rows[index]
-                unit = (row.key, completion.sample)
-                if unit not in missing:
-                    continue
-                del missing[unit]
-                if completion.error is not None:
-                    errors[row.key] = completion.error
-                    yield row, {"sample": completion.sample, "error": completion.error}
-                elif completion.finish_reason != "cancelled":
-                    yield row, completion.to_dict() | {"warnings": [*completion.warnings, *row.warnings]}
-        # A prompt that is refused has one completion, whatever n is.
-        for row in rows:
-            yield from rest(row, errors.get(row.key, _NO_RESULT))
+        begun: dict[int, _Begun] = {}
+        refused: deque[int] = deque()  # rows that came between those for the engine
 
-    def _units(self, row: Row) -> list[Unit]:
-        """One a sample; one for a row whose params are refused."""
-        n = self._sampling[row.key].n if row.key in self._sampling else 1
-        return [(row.key, sample) for sample in range(n)]
+        def given() -> Iterator[tuple[Any, SamplingParams]]:
+            """Prompts with their params, as the engine asks for them."""
+            count = 0
+            for place, row, sampling in chain([first], todo):
+                if isinstance(sampling, RingkvError):
+                    refused.append(place)
+                    continue
+                begun[count] = _Begun(row, set(self._missing(place)), _NO_RESULT)
+                count += 1
+                yield row.prompt, sampling
+
+        one, other = tee(given())
+        with closing(iterate((prompt for prompt, _ in one), (sampling for _, sampling in other))) as results:
+            for index, completion in results:
+                while refused:
+                    yield from self._refused(refused.popleft())
+                if index in begun:
+                    yield from begun[index].results(completion)
+                    if not begun[index].left:
+                        del begun[index]
+        while refused:
+            yield from self._refused(refused.popleft())
+        for each in begun.values():
+            yield from each.failures(each.left)
+
+    def _todo(self) -> Iterator[tuple[int, Row, SamplingParams | RingkvError]]:
+        """The rows of which a result is missing, each with its params or with why it is refused."""
+        for place in range(len(self.rows)):
+            if self._missing(place):
+                row = self.rows[place]
+                yield place, row, self._sampling(row)
+
+    def _sampling(self, row: Row) -> SamplingParams | RingkvError:
+        try:
+            with naming(f"line {row.line}"):
+                sampling = row.sampling(self.params, self.seed)
+                row.check_prompt()
+                return sampling
+        except RingkvError as error:
+            return error
+
+    def _refused(self, place: int) -> Iterator[tuple[Row, Mapping[str, Any]]]:
+        """The results of a row that no engine gets."""
+        row, missing = self.rows[place], self._missing(place)
+        error = self._sampling(row)
+        return _Begun(row, set(missing), {"type": type(error).__name__, "message": str(error)}).failures(missing)
+
+    def _missing(self, place: int) -> list[int]:
+        """The samples of a row that are not there yet."""
+        state = self._state[self.rows.first[place] : self.rows.first[place + 1]]
+        return [] if state.all() else np.flatnonzero(state == _MISSING).tolist()
+
+    def _samples(self, row: Row) -> int:
+        """How many results a row shall have: one a sample, and one where its params are refused."""
+        if self.params.n == 1 and not (isinstance(row.params, Mapping) and "n" in row.params):
+            return 1  # either way
+        try:
+            return row.sampling(self.params, 0).n
+        except RingkvError:
+            return 1
+
+    def _note(self, place: int, sample: int, failed: bool) -> None:
+        """Take down that a result is there."""
+        self._state[self.rows.first[place] + sample] = _FAILED if failed else _DONE
+        self._done += 1
+        self._failed += failed
 
     def _agree(
         self, settings: Mapping[str, Any], generation_config: Callable[[], Mapping[str, Any]], retry_errors: bool
@@ -213,48 +287,67 @@ class Job:
         if isinstance(results, StdoutResults):
             return seed
         sampling = {name: value for name, value in dataclasses.asdict(self.params).items() if name != "seed"}
-        rows = {row.key: row.digest for row in self.rows}
-        mine = json.loads(json.dumps({"settings": {**settings, "sampling": sampling}, "seed": seed, "rows": rows}))
+        mine = json.loads(json.dumps({"settings": {**settings, "sampling": sampling}, "seed": seed}))
         path = beside(results.path, ".json")
-        if results.empty:
-            write_whole(path, json.dumps(mine, indent=1).encode())
-            return seed
-        theirs = _read_settings(path, results.path)
-        if given is None:
-            mine["seed"] = theirs["seed"]
-        _compare(theirs, mine, results)
-        results.repair()
-        if retry_errors:
-            results.drop_failed()
-        if mine != theirs:
-            write_whole(path, json.dumps(mine, indent=1).encode())
+        known = -1
+        if not results.empty:
+            known = self._compare(path, mine, results)
+            results.repair()
+            if retry_errors and self._failed:
+                results.drop_failed()
+                self._state[self._state == _FAILED] = _MISSING
+                self._done, self._failed = self._done - self._failed, 0
+        if known < len(self.rows):
+            write_settings(path, mine, ((key, self.rows.digest(place)) for key, place in self.rows.places.items()))
         return int(mine["seed"])
 
+    def _compare(self, path: Path, mine: dict[str, Any], results: Results) -> int:
+        """Refuse to go on with another run's results; else take over its seed, and note what is done.
 
-def _read_settings(path: Path, output: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise RingkvError(f"output = {str(output)!r}: it is not empty, and {path.name} is not beside it")
-    with naming(str(path)):
-        theirs = parse_object(path.read_bytes())
-        kinds = {"settings": dict, "seed": int, "rows": dict}
-        if theirs.keys() != kinds.keys() or not all(isinstance(theirs[name], kind) for name, kind in kinds.items()):
-            raise RingkvError("it is not the settings of a run")
-    return theirs
-
-
-def _compare(theirs: Mapping[str, Any], mine: Mapping[str, Any], results: Results) -> None:
-    """Refuse to go on with another run's results."""
-    with naming(f"output = {str(results.path)!r}"):
+        Returns:
+            How many rows that run had of this one's.
+        """
+        output = f"output = {str(results.path)!r}"
+        if not path.is_file():
+            raise RingkvError(f"{output}: it is not empty, and {path.name} is not beside it")
+        theirs, digests = read_settings(path)
+        if self.params.seed is None:
+            mine["seed"] = theirs["seed"]
         then, now = ({**run["settings"], "seed": run["seed"]} for run in (theirs, mine))
         if then != now:
-            raise RingkvError(f"{_difference(then, now)}: resume with the same, or choose another")
-        for key, digest in theirs["rows"].items():
-            if mine["rows"].get(key) != digest:
-                what = "has changed" if key in mine["rows"] else "is not in the input any more"
-                raise RingkvError(f"row {key!r} {what} since these results were begun: choose another output")
-        for key, sample in results.done:
-            if key not in theirs["rows"]:
+            raise RingkvError(f"{output}: {_difference(then, now)}: resume with the same, or choose another")
+        known = np.zeros(len(self.rows), bool)
+        for key, digest in digests:
+            place = self.rows.places.get(key)
+            if place is None or self.rows.digest(place) != digest:
+                what = "is not in the input any more" if place is None else "has changed"
+                raise RingkvError(f"{output}: row {key!r} {what} since these results were begun: choose another output")
+            known[place] = True
+
+        def note(key: str, sample: int, failed: bool) -> None:
+            place = self.rows.places.get(key)
+            first = self.rows.first
+            if place is None or not known[place] or not 0 <= sample < first[place + 1] - first[place]:
                 raise RingkvError(f"it holds sample {sample} of row {key!r}, which is not in the input")
+            if self._state[first[place] + sample] != _MISSING:
+                raise RingkvError(f"sample {sample} of row {key!r} is there twice")
+            self._note(place, sample, failed)
+
+        results.read(note)
+        return int(known.sum())
+
+
+def _check_apart(source: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
+    """Refuse an input that is the output, or a file that a run keeps beside it."""
+    if "-" in (source, output):
+        return
+    path = Path(output)
+    kept = [path, beside(path, ".json")]
+    others = [beside(path, ".lock"), *(beside(Path(os.path.realpath(each)), ".tmp") for each in kept)]
+    for each in (*kept, *others):
+        if same_file(Path(source), each):
+            what = "it is" if each == path else f"a run writes {each.name} beside it, which is"
+            raise RingkvError(f"output = {str(output)!r}: {what} the input")
 
 
 def _difference(then: Any, now: Any, name: str = "") -> str:

@@ -6,21 +6,19 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ringkv.apps.jobs.rows import OURS, parse_object
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, naming
 from ringkv.files import FLAGS, beside, refusing, replacing, write_all
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
-
-Unit = tuple[str, int]  # row id as a string, sample
 
 
 class UnwrittenError(Exception):
@@ -30,15 +28,10 @@ class UnwrittenError(Exception):
 class StdoutResults:
     """Results on stdout, flushed line by line. Nothing is there to resume."""
 
-    def __init__(self) -> None:
-        self.done: dict[Unit, bool] = {}
-
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a result."""
         sys.stdout.buffer.write(_line(record))
         sys.stdout.buffer.flush()
-        unit, failed = _unit(record)
-        self.done[unit] = failed
 
     def close(self) -> None:
         """Does nothing."""
@@ -48,18 +41,14 @@ class Results:
     """A file of results, which is created if it is not there, and locked as long as this lives.
 
     Args:
-        path: read at once; nothing in it is changed yet.
-
-    Attributes:
-        done: (row id, sample) -> whether it failed, for every result in the file.
+        path: nothing in it is changed yet.
 
     Raises:
-        RingkvError: the file cannot be opened, another run writes it, or a line is no result or is there twice.
+        RingkvError: the file cannot be opened, or another run writes it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.done: dict[Unit, bool] = {}
         self._size = 0  # of the lines that are results
         self._ended = True  # whether the last of them has its newline
         self._lock_file: Path | None = None
@@ -67,7 +56,6 @@ class Results:
         try:
             with refusing(path):
                 self._open()
-                self._read()
         except BaseException:
             self.close()
             raise
@@ -76,6 +64,30 @@ class Results:
     def empty(self) -> bool:
         """Whether nothing is in the file, not even a piece of a line."""
         return os.fstat(self._fd).st_size == 0
+
+    def read(self, note: Callable[[str, int, bool], None]) -> None:
+        """Read all results that are there.
+
+        Args:
+            note: called with the row's key, the sample, and whether it failed, of each.
+
+        Raises:
+            RingkvError: a line is no result, or ``note`` refuses it.
+        """
+        for number, line in enumerate(self._lines(), 1):
+            at = f"{self.path}: line {number}"
+            self._ended = line.endswith(b"\n")
+            if line.strip():
+                try:
+                    unit = _unit(parse_object(line))
+                except RingkvError as error:
+                    if not self._ended:
+                        self._ended = True
+                        return
+                    raise RingkvError(f"{at} is no result of ringkv ({error}): choose another output") from error
+                with naming(at):
+                    note(*unit)
+            self._size += len(line)
 
     def repair(self) -> None:
         """Cut off a torn last line; end one that lacks its newline only."""
@@ -95,25 +107,20 @@ class Results:
             self._write(_line(record))
         except OSError as error:
             raise UnwrittenError(error.strerror) from error
-        unit, failed = _unit(record)
-        self.done[unit] = failed
 
     def drop_failed(self) -> None:
         """Take out the results with an error; at every moment the file is either the old or the new one."""
-        if not any(self.done.values()):
-            return
         with replacing(self.path) as fd:
             if fcntl is not None:
                 fcntl.flock(fd, fcntl.LOCK_EX)  # before it has the name, so that no other run comes between
             size = 0
             for line in self._lines():
-                if line.strip() and not _unit(parse_object(line))[1]:
+                if line.strip() and not _unit(parse_object(line))[2]:
                     size += write_all(fd, line)
             if fcntl is None:  # Windows replaces no open file
                 self._close()
         self._close()
         self._fd, self._size = fd, size
-        self.done = {unit: failed for unit, failed in self.done.items() if not failed}
 
     def close(self) -> None:
         """Let go of the file and its lock."""
@@ -150,25 +157,8 @@ class Results:
             self._close()
 
     def _lines(self) -> Iterator[bytes]:
-        with open(self.path, "rb") as file:
+        with refusing(self.path), open(self.path, "rb") as file:
             yield from file
-
-    def _read(self) -> None:
-        for number, line in enumerate(self._lines(), 1):
-            at = f"{self.path}: line {number}"
-            self._ended = line.endswith(b"\n")
-            if line.strip():
-                try:
-                    unit, failed = _unit(parse_object(line))
-                except RingkvError as error:
-                    if not self._ended:
-                        self._ended = True
-                        return
-                    raise RingkvError(f"{at} is no result of ringkv ({error}): choose another output") from error
-                if unit in self.done:
-                    raise RingkvError(f"{at}: sample {unit[1]} of row {unit[0]!r} is there twice")
-                self.done[unit] = failed
-            self._size += len(line)
 
     def _write(self, data: bytes) -> None:
         try:
@@ -186,8 +176,8 @@ def _line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
 
 
-def _unit(record: Mapping[str, Any]) -> tuple[Unit, bool]:
-    """What a record is the result of, and whether it failed.
+def _unit(record: Mapping[str, Any]) -> tuple[str, int, bool]:
+    """The key of a record's row, its sample, and whether it failed.
 
     Raises:
         RingkvError: it is no result.
@@ -196,7 +186,7 @@ def _unit(record: Mapping[str, Any]) -> tuple[Unit, bool]:
     sample = result.get("sample") if isinstance(result, Mapping) else None
     if "id" not in record or not isinstance(result, Mapping) or not isinstance(sample, int):
         raise RingkvError(f"accepted is an object with id and {OURS}, and in that the sample")
-    return (str(record["id"]), sample), result.get("error") is not None
+    return str(record["id"]), sample, result.get("error") is not None
 
 
 def _busy(path: Path, hint: str = "") -> RingkvError:

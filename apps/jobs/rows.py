@@ -1,7 +1,8 @@
-"""Rows of a file of prompts: JSON lines, checked before anything runs."""
+"""Rows of a file of prompts: JSON lines, checked before anything runs, and each read again when it is its turn."""
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import difflib
 import hashlib
@@ -9,11 +10,15 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
-from collections.abc import Mapping
+import tempfile
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from ringkv.engine import SamplingParams
 from ringkv.errors import RingkvError, is_int, naming
@@ -22,6 +27,7 @@ OURS = "ringkv"  # the key of a result
 # Objects and lists within each other. Python's own limit depends on who calls, and a row is written and read again.
 DEEPEST = 200
 _TOO_DEEP = f"nested too deep; accepted are {DEEPEST} objects and lists within each other"
+_SPOOLED = 1 << 24  # bytes of an input that cannot be read twice which are kept in memory
 _PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 # Fields that look like options, of this program or of others: beside ``params`` nothing reads them.
 _OPTIONS = {
@@ -101,28 +107,102 @@ def row_seed(run_seed: int, key: str) -> int:
     return int.from_bytes(digest[:8], "big")
 
 
-def read_rows(source: str | os.PathLike[str]) -> list[Row]:
-    """All rows of a file, or of stdin ("-").
+class Rows:
+    """The rows of a file of prompts, from 0. Of each, only its id, its digest and where it lies are kept in memory.
+
+    Args:
+        source: a file, or "-" for stdin. What cannot be read twice is copied to a temporary file.
+        samples: how many results a row shall have.
+
+    Attributes:
+        places: key -> which row it is, in the order of the file.
+        first: of each row, the number of its first result; a last entry says how many there are in all.
 
     Raises:
         RingkvError: the file cannot be read, or a line is no row; it names the line.
     """
-    with naming(f"input = {str(source)!r}"):
-        data = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
-    name = "stdin" if source == "-" else str(source)
-    rows: dict[str, Row] = {}
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
-        if line.strip():
-            with naming(f"{name}: line {number}"):
-                row = _row(number, line)
-                if row.key in rows:
-                    raise RingkvError(f"id {row.id!r} is also that of line {rows[row.key].line}")
-            rows[row.key] = row
-    return list(rows.values())
+
+    def __init__(self, source: str | os.PathLike[str], samples: Callable[[Row], int]) -> None:
+        self._name = "stdin" if source == "-" else str(source)
+        self._input = f"input = {str(source)!r}"
+        self._reading = threading.Lock()  # an engine may take prompts in one thread and give results in another
+        self.places: dict[str, int] = {}
+        self.first = array("Q", [0])
+        self._offsets, self._lines, self._digests = array("Q"), array("Q"), bytearray()
+        with naming(self._input):
+            self._file = _twice_readable(source)
+        try:
+            for number, offset, line in self._numbered():
+                with naming(f"{self._name}: line {number}"):
+                    row = _row(number, line)
+                    place = self.places.setdefault(row.key, len(self._lines))
+                    if place < len(self._lines):
+                        raise RingkvError(f"id {row.id!r} is also that of line {self._lines[place]}")
+                self._offsets.append(offset)
+                self._lines.append(number)
+                self._digests += bytes.fromhex(row.digest)
+                self.first.append(self.first[-1] + samples(row))
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, place: int) -> Row:
+        """A row, read again.
+
+        Raises:
+            RingkvError: it is another one by now.
+        """
+        number = self._lines[place]
+        with self._reading, naming(self._input):
+            self._file.seek(self._offsets[place])
+            line = self._file.readline()
+        with suppress(RingkvError):
+            row = _row(number, line)
+            if row.digest == self.digest(place):
+                return row
+        raise RingkvError(f"{self._name}: line {number} has changed since this run was begun")
+
+    def digest(self, place: int) -> str:
+        """The digest of a row."""
+        return self._digests[16 * place : 16 * place + 16].hex()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def _numbered(self) -> Iterator[tuple[int, int, bytes]]:
+        """(number, offset, line) of every line that is not blank."""
+        offset = 0
+        with naming(self._input):
+            for number, line in enumerate(self._file, 1):
+                if line.strip():
+                    yield number, offset, line
+                offset += len(line)
+
+
+def _twice_readable(source: str | os.PathLike[str]) -> IO[bytes]:
+    """A file that is read from its beginning and can be read again."""
+    if source == "-":
+        return _copied(sys.stdin.buffer)
+    file = open(source, "rb")  # noqa: SIM115 - Rows closes it
+    if file.seekable():
+        return file
+    with file:
+        return _copied(file)
+
+
+def _copied(file: IO[bytes]) -> IO[bytes]:
+    copy: Any = tempfile.SpooledTemporaryFile(_SPOOLED)  # noqa: SIM115
+    shutil.copyfileobj(file, copy)
+    copy.seek(0)
+    return cast("IO[bytes]", copy)
 
 
 def _row(number: int, line: bytes) -> Row:
-    given = parse_object(line)
+    given = parse_object(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
     fields = dict(given)
     kinds = [kind for kind in ("prompt", "messages") if kind in fields]
     if len(kinds) != 1:
@@ -134,7 +214,7 @@ def _row(number: int, line: bytes) -> Row:
     if not (isinstance(id, str) or is_int(id)):
         raise RingkvError.bad("id", id, "a string or a whole number")
     params = fields.pop("params", {})
-    canonical = json.dumps(given, sort_keys=True).encode()
+    canonical = _CANONICAL.encode(given).encode()
     prompt = fields.pop(kinds[0])
     return Row(number, id, kinds[0], prompt, params, fields, hashlib.sha256(canonical).hexdigest()[:32])
 
@@ -146,7 +226,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
         RingkvError: it is not; without the place, which the caller knows.
     """
     try:
-        value = json.loads(line.decode("utf-8"), parse_constant=_number, parse_float=_number)
+        value = _DECODER.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RingkvError(f"byte {error.start + 1} is not UTF-8") from error
     except RecursionError as error:
@@ -155,6 +235,8 @@ def parse_object(line: bytes) -> dict[str, Any]:
         raise RingkvError(f"not JSON: {error}") from error
     if not isinstance(value, dict):
         raise RingkvError(f"accepted is a JSON object; this is a {type(value).__name__}")
+    if line.count(b"{") + line.count(b"[") <= DEEPEST:
+        return value
     level: list[Any] = [value]
     for _ in range(DEEPEST):
         inner = (one for each in level for one in (each.values() if isinstance(each, dict) else each))
@@ -169,3 +251,7 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text} is not finite")
     return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_number, parse_float=_number)
+_CANONICAL = json.JSONEncoder(sort_keys=True)

@@ -13,115 +13,33 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import ringkv.apps.jobs.results
+from job_runs import (
+    PARAMS,
+    ROWS,
+    SETTINGS,
+    FakeEngine,
+    fake,
+    lines,
+    run,
+    run_until,
+    tokens,
+    tokens_without_errors,
+    write_rows,
+)
 from ringkv import SamplingParams
 from ringkv.apps.jobs.job import Job, Status
-from ringkv.apps.jobs.rows import DEEPEST, read_rows, row_seed
+from ringkv.apps.jobs.rows import DEEPEST, Rows, row_seed
 from ringkv.apps.jobs.terminal import summary
-from ringkv.engine.completion import Completion
 from ringkv.engine.seeds import effective_seed
 from ringkv.errors import RingkvError
-
-Results = Generator[tuple[int, Completion], None, None]
-
-SETTINGS = {"model": "fake", "ring": {"budget": 96, "window": 64}, "lanes": 4}
-PARAMS = SamplingParams(seed=3, max_tokens=10)
-
-
-def fake(text: str = "", *, tokens: Sequence[int] = (), sample: int = 0, error: str | None = None) -> Completion:
-    return Completion(
-        text=text,
-        thinking=None,
-        token_ids=list(tokens),
-        prompt_tokens=3,
-        completion_tokens=len(tokens),
-        thinking_tokens=0,
-        answer_tokens=len(tokens),
-        finish_reason="length" if error is None else "error",
-        stop_reason=None,
-        repetition=None,
-        sampling={},
-        logprobs=None,
-        warnings=[],
-        error=None if error is None else {"type": "RingkvError", "message": error},
-        timing={},
-        sample=sample,
-        model="fake",
-        dtype={},
-        backend="torch",
-        ring={"evictions": 2},
-    )
-
-
-class FakeEngine:
-    """Its tokens depend on the prompt, the seed and the sample only; prompts with "bad" in them are refused."""
-
-    def __init__(self, order: int = 0) -> None:
-        self.order = random.Random(order)
-        self.asked: list[Any] = []
-        self.closed = False
-
-    def iterate(self, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> Results:
-        units = [
-            (index, sample)
-            for index, each in enumerate(params)
-            for sample in range(1 if "bad" in str(prompts[index]) else each.n)
-        ]
-        self.order.shuffle(units)
-        try:
-            for index, sample in units:
-                prompt, each = prompts[index], params[index]
-                self.asked.append((prompt, each, sample))
-                if "bad" in str(prompt):
-                    yield index, fake(error="prompt: it is bad")
-                else:
-                    rng = random.Random(ascii((prompt, each.seed, sample)))
-                    yield index, fake(f"to {prompt}", tokens=rng.choices(range(99), k=5), sample=sample)
-        finally:
-            self.closed = True
-
-
-def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def run(
-    source: Path,
-    output: Path,
-    params: SamplingParams = PARAMS,
-    settings: Any = SETTINGS,
-    engine: Any = None,
-    **options: Any,
-) -> Status:
-    with Job(source, output, params, settings, **options) as job:
-        return job.run((engine or FakeEngine()).iterate)
-
-
-def lines(output: Path) -> list[dict[str, Any]]:
-    data = output.read_bytes()
-    assert data == b"" or data.endswith(b"\n")
-    return [json.loads(line) for line in data.split(b"\n")[:-1]]
-
-
-def tokens(output: Path) -> dict[tuple[str, int], list[int]]:
-    found = [((str(line["id"]), line["ringkv"]["sample"]), line["ringkv"]["token_ids"]) for line in lines(output)]
-    assert len(dict(found)) == len(found)
-    return dict(found)
-
-
-def tokens_without_errors(output: Path) -> dict[tuple[str, int], list[int]]:
-    return {
-        (str(line["id"]), line["ringkv"]["sample"]): line["ringkv"]["token_ids"]
-        for line in lines(output)
-        if line["ringkv"].get("error") is None
-    }
 
 
 def test_a_result_is_the_carried_fields_the_id_and_a_completion(tmp_path):
@@ -194,7 +112,8 @@ def test_lines_are_told_apart_by_newlines_alone(tmp_path):
     # J5: BOM, CRLF, blank lines counted, and characters that str.splitlines would break at.
     text = '\ufeff{"prompt": "a\u2028b"}\r\n\r\n  \n{"prompt":\r"c\x85"}\r\n{"id": "x", "prompt": ""}'
     (tmp_path / "in.jsonl").write_bytes(text.encode())
-    rows = read_rows(tmp_path / "in.jsonl")
+    with closing(Rows(tmp_path / "in.jsonl", lambda row: 1)) as file:
+        rows = [file[place] for place in range(len(file))]
     assert [(row.line, row.id, row.prompt) for row in rows] == [(1, "1", "a\u2028b"), (4, "4", "c\x85"), (5, "x", "")]
 
 
@@ -272,6 +191,7 @@ def test_retry_errors_runs_failed_rows_again_and_no_others(tmp_path):
 
     class Failing(FakeEngine):
         def iterate(self, prompts, params):
+            prompts = list(prompts)
             for index, done in super().iterate(prompts, params):
                 failed = prompts[index] == "c" or (prompts[index] == "b" and done.sample == 1)
                 yield index, fake(sample=done.sample, error="NaN") if failed else done
@@ -348,33 +268,16 @@ def test_a_sample_without_a_result_is_an_error_and_a_cancelled_one_is_missing(tm
 
     class Losing(FakeEngine):
         def iterate(self, prompts, params):
+            prompts = list(prompts)
             for index, done in super().iterate(prompts, params):
                 if prompts[index] == "a":
                     yield index, dataclasses.replace(done, finish_reason="cancelled")
 
     with Job(source, tmp_path / "out.jsonl", PARAMS, SETTINGS) as job:
         status = job.run(Losing().iterate)
-        assert job.missing == [("1", 0)]
+        assert job.missing == 1
     assert status.failed == 1
     assert [line["ringkv"]["error"]["type"] for line in lines(tmp_path / "out.jsonl")] == ["NoResult"]
-
-
-ROWS: list[dict[str, Any]] = [{"prompt": f"p{at}", "id": f"row {at}", "params": {"n": 1 + at % 3}} for at in range(6)]
-
-
-class Stop(Exception):
-    pass
-
-
-def run_until(count: int, source: Path, output: Path, **options: Any) -> None:
-    """A run that ends by an exception once so many results are written."""
-
-    def stop(status: Status) -> None:
-        if status.done >= count:
-            raise Stop
-
-    with Job(source, output, PARAMS, SETTINGS, **options) as job, pytest.raises(Stop):
-        job.run(FakeEngine(order=count).iterate, stop)
 
 
 def test_three_equal_rows_give_three_results(tmp_path):
@@ -397,7 +300,7 @@ def test_resumes_by_row_and_sample_whatever_the_order(tmp_path, count):
     assert len(lines(tmp_path / "out.jsonl")) == count
     with Job(source, tmp_path / "out.jsonl", PARAMS, SETTINGS) as job:
         before = job.status
-        assert len(job.missing) == 12 - count
+        assert job.missing == 12 - count
         status = job.run(FakeEngine(order=99).iterate)
     assert (before.done, before.wanted, status.done) == (count, 12, 12)
     assert (tmp_path / "out.jsonl").read_bytes().startswith(kept)
@@ -562,7 +465,7 @@ def test_the_file_that_a_retry_puts_in_place_is_locked_too(tmp_path):
     source, output = write_rows(tmp_path / "in.jsonl", {"prompt": "bad"}, {"prompt": "a"}), tmp_path / "out.jsonl"
     run(source, output)
     with Job(source, output, PARAMS, SETTINGS, retry_errors=True) as job:
-        assert job.missing == [("1", 0)]
+        assert job.missing == 1
         with pytest.raises(RingkvError, match="another run writes it"):
             Job(source, output, PARAMS, SETTINGS)
         job.run(FakeEngine().iterate)
@@ -738,8 +641,8 @@ def test_an_engine_that_breaks_leaves_whole_lines(tmp_path):
 
 PIPED = """
 import sys
-sys.path.insert(0, {tests!r})
-from test_jobs import FakeEngine, PARAMS, SETTINGS
+sys.path.insert(0, {helpers!r})
+from job_runs import FakeEngine, PARAMS, SETTINGS
 from ringkv.apps.jobs.job import Job
 with Job("-", {output!r}, PARAMS, SETTINGS) as job:
     job.run(FakeEngine().iterate)
@@ -750,7 +653,7 @@ with Job("-", {output!r}, PARAMS, SETTINGS) as job:
 def test_stdin_and_stdout(tmp_path, output):
     source = write_rows(tmp_path / "in.jsonl", *ROWS, {"prompt": "half \ud83d a pair", "note": "\ud83d"})
     run(source, tmp_path / "whole.jsonl")
-    script = PIPED.format(tests=str(Path(__file__).parent), output=output)
+    script = PIPED.format(helpers=str(Path(__file__).parents[1] / "helpers"), output=output)
     done = subprocess.run(
         [sys.executable, "-c", script], input=source.read_bytes(), capture_output=True, check=True, cwd=tmp_path
     )
