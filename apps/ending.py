@@ -12,7 +12,7 @@ from collections.abc import Callable
 INTERRUPTED = 130  # the exit code after Ctrl-C or SIGTERM
 UNHEARD = 1.5  # seconds that a signal waits for its handler
 HEARD = 5.0  # seconds that the process may then take to end in order
-at_end: list[Callable[[], None]] = []  # what is put right before the process is ended at once
+at_end: list[Callable[[], object]] = []  # what is put right before the process is ended at once
 
 
 class _Signals:

@@ -201,6 +201,9 @@ class Planner:
         Raises:
             MemoryError: the ring cannot take so long a prompt in, whatever the memory.
         """
+        n = prompt or self.prompt
+        if not config.policy.evicts:  # a longer one is refused
+            n = min(n, config.capacity)
         decoder = self._prefilled
         small = decoder.config
         ring = Ring(small, config, 1, META, self.dtype)
@@ -208,7 +211,7 @@ class Planner:
         runner = Runner(decoder, ring, Sampler(1, small.vocab_size, META), Steering(1, None, META))
         ring.reset(0, seed=0)
         with LiveBytes() as live:
-            runner.prefill(0, torch.empty(prompt or self.prompt, dtype=torch.int64, device=META))
+            runner.prefill(0, torch.empty(n, dtype=torch.int64, device=META))
         return live.peak
 
     def longest_prompt(self, config: RingConfig, memory: int) -> int:
