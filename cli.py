@@ -127,7 +127,9 @@ def chat(
     shown = sys.stdout.isatty() if show_thinking is None else show_thinking
     with options.engine(1) as engine:
         session = ChatSession(engine, params, options.system, show_thinking=shown)
-        terminal = Terminal(session, lambda: interrupt_cancels(engine), stats=options.stats, quiet=options.quiet)
+        terminal = Terminal(
+            session, lambda: interrupt_cancels(engine, goes_on=True), stats=options.stats, quiet=options.quiet
+        )
         failed = terminal.run()
     return 1 if failed and not terminal.typed else 0
 

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from ringkv.apps.process import note, say
+from ringkv.apps.process import note, say, visible_json
 from ringkv.engine import Completion
 
 
@@ -24,9 +24,10 @@ def show(*parts: str | Table) -> None:
 def _drawn(parts: Iterable[str | Table], stderr: bool = False) -> str:
     """Texts and tables as stdout or stderr shows them: as wide as the terminal, or wide enough where no terminal says.
 
-    No table is so narrow that a word or a number loses a part, whatever the terminal says.
+    No table is so narrow that a word or a number loses a part, whatever the terminal says. Nothing is coloured: the
+    escape sequences in it would be those of the texts.
     """
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    console = Console(stderr=stderr, color_system=None, highlight=False, markup=False, emoji=False)
     wide = console.width if console.is_terminal or "COLUMNS" in os.environ else 160
     with console.capture() as drawn:
         for part in parts:
@@ -44,7 +45,8 @@ def _drawn(parts: Iterable[str | Table], stderr: bool = False) -> str:
 
 def print_json(value: Any) -> None:
     """One line of JSON on stdout, in ASCII on a terminal that is not in Unicode."""
-    say(json.dumps(value, ensure_ascii=not sys.stdout.encoding.lower().startswith("utf")) + "\n")
+    text = json.dumps(value, ensure_ascii=not sys.stdout.encoding.lower().startswith("utf"))
+    say(visible_json(text) + "\n")
 
 
 def fields_table(rows: Mapping[str, str]) -> Table:

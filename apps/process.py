@@ -13,21 +13,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from os import _exit
 from typing import TYPE_CHECKING, Any
 
 import typer
 import typer.core
 
+from ringkv.apps import ending
+from ringkv.apps.ending import INTERRUPTED as INTERRUPTED
 from ringkv.errors import RingkvError
 
 if TYPE_CHECKING:
     from ringkv.engine import Engine
 
-INTERRUPTED = 130  # the exit code after Ctrl-C or SIGTERM
 _UNWRITABLE = "ringkv.unwritable"  # the name of an error handler
 _SHELLS = "bash, zsh, fish, powershell, pwsh"
 _LEAST_WIDTH = 20  # columns of a terminal in which a word of --help fits
+_CONTROL = [code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"]
+_REMOVED, _ESCAPED = dict.fromkeys(_CONTROL), {code: f"\\u{code:04x}" for code in _CONTROL}
 
 
 class _Stream(io.FileIO):
@@ -88,16 +90,29 @@ def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
     return "?" * len(run), error.end
 
 
+def visible(text: str, stream: Any) -> str:
+    """A text as a stream gets it: a terminal without control characters, a pipe or a file as it is.
+
+    What a model, a checkpoint or a trace says may hold escape sequences, and a terminal obeys them.
+    """
+    return text.translate(_REMOVED) if stream.isatty() else text
+
+
+def visible_json(text: str) -> str:
+    """JSON of the same value without control characters: they are escaped."""
+    return text.translate(_ESCAPED)
+
+
 def say(text: str) -> None:
     """Write to stdout, at once."""
-    sys.stdout.write(text)
+    sys.stdout.write(visible(text, sys.stdout))
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
     """Write a line to stderr. Where that fails, as on a full disk, the command goes on and its exit code stays."""
     try:
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(visible(f"{text}\n", sys.stderr))
         sys.stderr.flush()
     except OSError:
         _abandon(sys.stderr)
@@ -160,9 +175,7 @@ def reporting(debug: bool) -> Iterator[None]:
     the reader of stdout has left. With ``debug`` an error is shown with its traceback, and log lines are printed.
     """
     if debug:
-        import logging
-
-        logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
+        _note_all()
     with _losing_no_interrupt(), handling_signals(_interrupt):
         try:
             yield
@@ -181,6 +194,19 @@ def reporting(debug: bool) -> Iterator[None]:
             raise typer.Exit(2 if isinstance(error, RingkvError) else 1) from None
 
 
+def _note_all() -> None:
+    """Print log lines, and the traceback of an error that ends the process."""
+    import logging
+    import traceback
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(self.format(record))
+
+    logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s", handlers=[Notes()])
+    sys.excepthook = lambda *error: note("".join(traceback.format_exception(*error)).rstrip("\n"))
+
+
 def _told(error: Exception) -> str:
     """An error in one line."""
     if isinstance(error, OSError) and error.filename == "stdout":
@@ -196,14 +222,19 @@ def _told(error: Exception) -> str:
 def handling_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
     """While open, Ctrl-C and SIGTERM call this. A signal that is ignored, as shells may ask for, stays ignored.
 
-    In a thread, which Python lets handle none, nothing happens.
+    See ``ending`` for how long a signal may take. In a thread, which Python lets handle none, nothing happens.
     """
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.getsignal(number) for number in numbers}
     before = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
+
+    def hear(number: int, frame: Any) -> None:
+        ending.heard()
+        handler(number, frame)
+
     try:
         for number in before:
-            signal.signal(number, handler)
+            signal.signal(number, hear)
         yield
     finally:
         for number, old in before.items():
@@ -214,7 +245,7 @@ def _interrupt(number: int, frame: Any) -> None:
     """Raise KeyboardInterrupt. While a module is imported, which may swallow the exception, end the process at once."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            _exit(INTERRUPTED)
+            ending.end()
         frame = frame.f_back
     raise KeyboardInterrupt
 
@@ -237,8 +268,12 @@ def _losing_no_interrupt() -> Iterator[None]:
 
 
 @contextmanager
-def interrupt_cancels(engine: Engine) -> Iterator[list[int]]:
+def interrupt_cancels(engine: Engine, *, goes_on: bool = False) -> Iterator[list[int]]:
     """While open, the first Ctrl-C (or SIGTERM) ends the running request and the second one the program.
+
+    Args:
+        goes_on: the program goes on after Ctrl-C, and looks for itself at what came before there was a request. Else
+            such a signal ends it, as there is nothing to end in order.
 
     Yields:
         A list that holds the signals that came.
@@ -247,9 +282,14 @@ def interrupt_cancels(engine: Engine) -> Iterator[list[int]]:
 
     def handler(number: int, frame: Any) -> None:
         came.append(number)
-        if len(came) > 1:
+        if len(came) > 1 or not (engine.cancel(0) or goes_on):
             raise KeyboardInterrupt
-        engine.cancel(0)
+        if goes_on and number == signal.SIGINT:
+            ending.forgive()
 
-    with handling_signals(handler):
-        yield came
+    ending.spare(goes_on)
+    try:
+        with handling_signals(handler):
+            yield came
+    finally:
+        ending.spare(False)

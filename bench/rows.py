@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,9 @@ ANSWER = "An answer of about as many letters as a short one has. " * 4
 UPTO = ("first", "half", "resume")
 
 
-def at_once(prompts: Iterable[Any], params: Iterable[SamplingParams]) -> Iterator[tuple[int, Completion]]:
+def at_once(
+    prompts: Iterable[Any], params: Iterable[SamplingParams]
+) -> Generator[tuple[int, Completion], None, None]:
     """An engine that answers at once."""
     fields: dict[str, Any] = dict.fromkeys(("thinking", "stop_reason", "repetition", "logprobs", "error"))
     fields |= {"prompt_tokens": 40, "completion_tokens": 50, "thinking_tokens": 0, "answer_tokens": 50, "sample": 0}
@@ -47,7 +49,7 @@ def at_once(prompts: Iterable[Any], params: Iterable[SamplingParams]) -> Iterato
 
 def child(source: str, output: str, upto: int) -> None:
     """Run until so many results are there, and print the figures; the process then ends as if it were killed."""
-    os.fsync = lambda fd: None  # type: ignore[assignment]
+    os.fsync = lambda fd: None
     held, begun = psutil.Process().memory_info().rss, time.process_time()
 
     def on_result(status: Any) -> None:

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from typing import Any, Literal, TypeAlias, overload
 
@@ -18,8 +18,10 @@ from ringkv.engine.calibration import check_calibration
 from ringkv.engine.completion import Completion, StreamEvent
 from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
 from ringkv.engine.graph import make_runner
+from ringkv.engine.host_memory import free_memory
 from ringkv.engine.loading import load
 from ringkv.engine.loop import Call, Loop
+from ringkv.engine.memory import Planner
 from ringkv.engine.prompts import Prompt, Prompts
 from ringkv.engine.record import Recorder, check_countable
 from ringkv.engine.report import about_ring, completion, failure
@@ -28,7 +30,7 @@ from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Progress, Runner
 from ringkv.engine.score import token_scores
 from ringkv.engine.serving import Serving
-from ringkv.errors import RingkvError, check_count, check_int
+from ringkv.errors import MOST, RingkvError, check_count, check_int, size
 from ringkv.kernels.backend import check, use
 from ringkv.models.checkpoints.base import Checkpoint
 from ringkv.models.checkpoints.open import open_checkpoint
@@ -39,6 +41,9 @@ from ringkv.models.tokenizer import Tokenizer
 from ringkv.models.weights import load_weights
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+ROUGHLY = (
+    128  # bytes for a number in the rows of a prompt's token: far more than reading it takes, so no plan is needed
+)
 ASYNC_QUEUE = 256  # calls of an event loop that may wait in an engine beside those that have a lane
 
 
@@ -117,7 +122,7 @@ class Engine:
         dtypes = {kind: str(value).removeprefix("torch.") for kind, value in kinds.items()}
         self._about = {"model": name, "dtype": dtypes, "backend": self.backend}
         self._ring_about = about_ring(self.ring)
-        self._serving = Serving(Loop(self._runner, self._start, self._report), self._limited)
+        self._serving = Serving(Loop(self._runner, self._start, self._report, self._check_room), self._limited)
         self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._places = weakref.WeakKeyDictionary()
 
@@ -266,9 +271,13 @@ class Engine:
         """
         return self._completions(self._call_all(prompts, params, raw))
 
-    def cancel(self, index: int) -> None:
-        """End the request with this index, of every call that is open; its completion says "cancelled"."""
-        self._serving.cancel(index)
+    def cancel(self, index: int) -> bool:
+        """End the request with this index, of every call that is open; its completion says "cancelled".
+
+        Returns:
+            Whether a call is open.
+        """
+        return self._serving.cancel(index)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a plain text, as raw mode reads it: control tokens parsed, BOS once where the model has it."""
@@ -333,6 +342,11 @@ class Engine:
             "ring_bytes": self.ring.nbytes,
             "scratch_bytes": self.ring.scratch.nbytes,
         }
+
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that can be read in the memory that is free now; 0 where not one can."""
+        free = free_memory(self.model.device)
+        return self._planner.longest_prompt(self.ring.config, MOST if free is None else free)
 
     def close(self) -> None:
         """Cancel what runs and free everything. The engine cannot be used afterwards; a second close does nothing."""
@@ -427,6 +441,29 @@ class Engine:
             request = generation.request
             record = recorder.record(generation.lane, request.ids, generation.tokens, request.pin)
         return completion(self._about, self._ring_about, generation, record)
+
+    @cached_property
+    def _planner(self) -> Planner:
+        return Planner(self.model.config, self.model.dtype)
+
+    def _check_room(self, tokens: int) -> None:
+        """Refuse a prompt that would be read into memory that is not there; a system that lends it ends the process.
+
+        Raises:
+            MemoryError: with the arithmetic. A GPU refuses what it has not, and is not asked.
+        """
+        config = self.model.config
+        width = config.hidden_size + config.intermediate_size + (config.heads + 2 * config.kv_heads) * config.head_dim
+        free = free_memory(self.model.device) if self.model.device.type == "cpu" else None
+        if free is None or tokens * width * ROUGHLY <= free:
+            return
+        needed = self._planner.prefill_bytes(self.ring.config, tokens)
+        if needed > free:
+            longest = self._planner.longest_prompt(self.ring.config, free)
+            raise MemoryError(
+                f"memory: to read a prompt of {tokens} tokens takes {size(needed)}, and {size(free)} are free; "
+                f"accepted are up to {longest} tokens"
+            )
 
     def _start(self, request: Request, lane: int) -> Generation:
         return Generation(request, lane, self.prompts.decoder())

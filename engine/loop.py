@@ -114,6 +114,7 @@ class Loop:
         runner: prefills and steps.
         start: makes the generation of a request.
         report: makes the completion of a generation that has ended.
+        check_room: refuses a prompt of so many tokens that there is no memory to read.
     """
 
     def __init__(
@@ -121,8 +122,10 @@ class Loop:
         runner: Runner,
         start: Callable[[Request, int], Generation],
         report: Callable[[Generation, Recorder | None], Completion],
+        check_room: Callable[[int], None],
     ) -> None:
         self.runner, self.ring, self.start, self.report = runner, runner.ring, start, report
+        self.check_room = check_room
         self.arrived: deque[Call] = deque()  # any thread may put a call in
         self.calls: list[Call] = []  # those that have not ended
         self.running: dict[int, Seat] = {}
@@ -238,11 +241,12 @@ class Loop:
         try:
             if self._to_end(call, request):
                 raise Cancelled
+            self.check_room(len(request.ids))
             self.ring.reset(lane, request.seed, request.sample, request.pin)
             logits = self.runner.prefill(lane, request.ids, progress)
         except Cancelled:
             generation.cancel()
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, RuntimeError) as error:  # before it was read, or while it was
             if not _out_of_memory(error):
                 raise
             generation.fail(type(error).__name__, " ".join(str(error).split()))

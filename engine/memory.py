@@ -6,10 +6,11 @@ and the real prefill runs there while its live tensors are counted.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
-from ringkv.errors import RingkvError, size
+from ringkv.errors import MOST, RingkvError, size
 from ringkv.kernels.table import silu_mul
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
@@ -114,7 +115,8 @@ class Planner:
         decoder = Decoder(model, META, dtype, packed=packed)
         unpacked = decoder.nbytes
         with LiveBytes() as live:
-            decoder.fill(lambda name, view: None)
+            if packed:
+                decoder.fill(lambda name, view: None)
         self.weights_bytes, self.load_bytes = decoder.nbytes, unpacked + live.peak
 
     def plan(self, config: RingConfig, lanes: int) -> Plan:
@@ -149,18 +151,18 @@ class Planner:
         if self.load_bytes > memory:
             return 0
         left = memory - self.weights_bytes - self.prefill_bytes(config)
-        return _largest(lambda lanes: self.held_bytes(config, lanes) <= left, most)
+        return _largest(lambda lanes: self.held_bytes(config, lanes), left, most)
 
     def most_budget(self, config: RingConfig, lanes: int, memory: int, most: int) -> int:
         """The largest budget that so many lanes may have; at most ``most``, 0 if none that the ring accepts fits."""
 
-        def fits(budget: int) -> bool:
-            sized = replace(config, budget=budget)
+        def taken(more: int) -> int:
+            sized = replace(config, budget=before + more)
             held = self.weights_bytes + self.held_bytes(sized, lanes)
-            return max(held, self.load_bytes) <= memory and held + self.prefill_bytes(sized) <= memory
+            return max(self.load_bytes, held + self.prefill_bytes(sized))
 
         before = config.least_budget - 1
-        more = _largest(lambda more: fits(before + more), most - before)
+        more = _largest(taken, memory, most - before)
         return before + more if more else 0
 
     def step_bytes(self, lanes: int) -> int:
@@ -184,25 +186,53 @@ class Planner:
 
     def _small(self) -> ModelConfig:
         """A model that tells: from the second layer on all are alike, and the last is sparse where some are dense."""
-        layers, moe = min(3, self.model.layers), self.model.moe
+        layers, moe = min(2, self.model.layers), self.model.moe
         if moe is not None and moe.layers:
             sparse = range(layers) if len(moe.layers) == self.model.layers else (layers - 1,)
             moe = replace(moe, layers=tuple(sparse))
         return replace(self.model, layers=layers, moe=moe, nope_layers=self.model.nope_layers and (0,))
 
-    def prefill_bytes(self, config: RingConfig) -> int:
-        """Live tensors at the peak of a prefill, beside weights, ring and scratch."""
-        small = self._small()
-        decoder, ring = Decoder(small, META, self.dtype), Ring(small, config, 1, META, self.dtype)
+    def prefill_bytes(self, config: RingConfig, prompt: int | None = None) -> int:
+        """Live tensors at the peak of a prefill, beside weights, ring and scratch.
+
+        Args:
+            prompt: its tokens; None are those that this plans for.
+
+        Raises:
+            MemoryError: the ring cannot take so long a prompt in, whatever the memory.
+        """
+        n = prompt or self.prompt
+        if not config.policy.evicts:  # a longer one is refused
+            n = min(n, config.capacity)
+        decoder = self._prefilled
+        small = decoder.config
+        ring = Ring(small, config, 1, META, self.dtype)
         ring.retention = _KeepsAll(ring.retention, self.model.layers - 1)
-        for layer in decoder.layers:
-            if isinstance(layer.mlp, SparseMlp):
-                layer.mlp = _OneExpert(layer.mlp)  # type: ignore[assignment]
         runner = Runner(decoder, ring, Sampler(1, small.vocab_size, META), Steering(1, None, META))
         ring.reset(0, seed=0)
         with LiveBytes() as live:
-            runner.prefill(0, [0] * self.prompt)
+            runner.prefill(0, torch.empty(n, dtype=torch.int64, device=META))
         return live.peak
+
+    def longest_prompt(self, config: RingConfig, memory: int) -> int:
+        """The tokens of the longest prompt that can be read in so many bytes, beside what the engine holds; to 1%."""
+
+        def taken(prompt: int) -> float:
+            try:
+                return self.prefill_bytes(config, prompt)
+            except MemoryError:
+                return math.inf
+
+        return _largest(taken, memory, MOST if config.policy.evicts else config.capacity, near=0.01)
+
+    @cached_property
+    def _prefilled(self) -> Decoder:
+        """A small decoder that takes as much memory as it can."""
+        decoder = Decoder(self._small(), META, self.dtype)
+        for layer in decoder.layers:
+            if isinstance(layer.mlp, SparseMlp):
+                layer.mlp = _OneExpert(layer.mlp)  # type: ignore[assignment]
+        return decoder
 
     def _ring(self, config: RingConfig, lanes: int) -> Ring:
         return Ring(self.model, config, lanes, META, self.dtype)
@@ -291,6 +321,24 @@ class _OneExpert:
         return out.index_add_(0, row, h * weight[row, rank, None])
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """The largest of 1 .. most that fits, where smaller ones fit too; 0 if none does."""
-    return bisect_left(range(1, max(0, most) + 1), True, key=lambda value: not fits(value))
+def _largest(taken: Callable[[int], float], memory: int, most: int, near: float = 0) -> int:
+    """The largest of 1 .. most that takes no more than this, or one that is ``near``, as a share; 0 if none does.
+
+    What is taken grows with the value, along a few straight lines, so that few values need be looked at.
+    """
+    if most < 1 or (below := taken(1)) > memory:
+        return 0
+    if (above := taken(most)) <= memory:
+        return most
+    low, high, turn = 1, most, 1
+    while high - low > max(1, near * low):
+        guess = (low + high) // 2
+        if turn % 3 and above < math.inf:  # where the line meets it, and then the next one; and now and then the middle
+            guess = low + int((high - low) * (memory - below) / (above - below)) + turn % 3 - 1
+        guess = min(max(guess, low + 1), high - 1)
+        here, turn = taken(guess), turn + 1
+        if here <= memory:
+            low, below = guess, here
+        else:
+            high, above = guess, here
+    return low

@@ -21,7 +21,8 @@ from ringkv.kernels.table import attend, causal_attention, commit
 from ringkv.models.decoder import Decoder, Layer
 
 UNRANKED = -2
-Progress = Callable[[int, int], None]  # layers done, layers in all; may raise to stop the prefill
+# Layers done, layers in all: called after each, and now and then in a long one; may raise to stop the prefill.
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Runner:
         self._padding = -ring.lanes % 4 if ring.lanes > 4 else 0
 
     @torch.inference_mode()
-    def prefill(self, lane: int, ids: Sequence[int], progress: Progress | None = None) -> Tensor:
+    def prefill(self, lane: int, ids: Sequence[int] | Tensor, progress: Progress | None = None) -> Tensor:
         """Read a prompt into a lane that was reset, one layer at a time; returns the last token's logits [1, V].
 
         A layer's keys and values for the whole prompt exist only while that layer runs, so a prompt may be longer than
@@ -80,17 +81,23 @@ class Runner:
         """
         model, ring, n = self.model, self.ring, len(ids)
         angles = model.angles(torch.arange(n, device=model.device), n)
+        done = 0
+
+        def tell() -> None:
+            if progress is not None:
+                progress(done, model.config.layers)
 
         def attention(layer: Layer, qkv: Tensor) -> Tensor:
+            nonlocal done
             q, k, v = model.split(layer, qkv, angles[layer.index])
-            out = causal_attention(q, k, v, ring.scratch)
+            out = causal_attention(q, k, v, ring.scratch, tell)
             let_in = ring.retention.keep(layer.index, n, lambda: last_attention(q[-1], k))
             admit(ring, layer.index, lane, q, k, v, let_in)
-            if progress is not None:
-                progress(layer.index + 1, model.config.layers)
+            done = layer.index + 1
+            tell()
             return out
 
-        hidden = model.forward(torch.tensor(ids, device=model.device), attention)
+        hidden = model.forward(torch.as_tensor(ids, device=model.device), attention, tell)
         ring.start(lane, n)
         return model.logits(hidden[-1:])
 

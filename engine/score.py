@@ -31,13 +31,13 @@ def _wave(runner: Runner, ids: Sequence[int], seeds: Sequence[int]) -> Tensor:
         ring.reset(lane, seed)
         logits = runner.prefill(lane, ids[:1])
     logits = logits.expand(len(seeds), -1)
-    scores = []
-    for token in ids[1:]:
-        scores.append(logits.log_softmax(-1)[:, token])
-        if len(scores) < len(ids) - 1:
+    scores = logits.new_empty(len(seeds), len(ids) - 1)
+    for place, token in enumerate(ids[1:]):
+        scores[:, place] = logits.log_softmax(-1)[:, token]  # a copy: a view would keep the whole row
+        if place < len(ids) - 2:
             fed = torch.full((ring.lanes,), token, device=ring.seen.device)
             logits = runner.forward(fed)[: len(seeds)]
     ring.stop_all()
     if ring.unranked[: len(seeds)].any():
         raise gave_nan(ring.policy)
-    return torch.stack(scores, dim=1)
+    return scores

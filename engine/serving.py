@@ -45,11 +45,12 @@ class Serving:
         self._calls[id(call)] = call
         return call
 
-    def cancel(self, index: int) -> None:
-        """End the requests with this index, of every call."""
-        for reference in self._calls.valuerefs():  # a copy: signal handlers come here too
-            if (call := reference()) is not None:
-                call.cancelled.add(index)
+    def cancel(self, index: int) -> bool:
+        """End the requests with this index, of every call; returns whether there is one."""
+        calls = [call for reference in self._calls.valuerefs() if (call := reference()) is not None and not call.ended]
+        for call in calls:  # a copy: signal handlers come here too
+            call.cancelled.add(index)
+        return bool(calls)
 
     def check(self) -> None:
         """Refuse what cannot be served.

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringkv.kernels.blocks import blocks
+
 
 def leverage(
     k: Tensor, v: Tensor, order: Tensor, pairs: Sequence[tuple[int, int]], scratch: Tensor, projection: Tensor
@@ -24,14 +26,15 @@ def leverage(
         float32 [P, H, c].
     """
     rank, d = projection.shape[-1], k.shape[-1]
-    block = scratch.numel() // (rank + d)
+    block, candidates = scratch.numel() // (rank + d), order.shape[2]
     if block == 0:
         raise MemoryError(f"one token at rank {rank} needs more than the scratch of {scratch.nbytes} bytes")
     out = torch.ones(order.shape, dtype=torch.float32, device=order.device)
     for p, (layer, lane) in enumerate(pairs):
-        for head in range(order.shape[1]):
+        for head in blocks(order.shape[1], 1, k):
             for storage in (k, v):
-                for slots, reached in zip(order[p, head].split(block), out[p, head].split(block), strict=True):
+                for start in blocks(candidates, block, k):
+                    slots, reached = (x[p, head, start : start + block] for x in (order, out))
                     rows = storage[layer, lane, head].index_select(0, slots).to(torch.float32)  # [block, D]
                     projected = scratch[: len(slots) * rank].view(-1, rank)
                     torch.matmul(rows, projection[p], out=projected)

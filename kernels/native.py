@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from ringkv.kernels.compiled import load
 from ringkv.kernels.layer import LayerRing
+from ringkv.kernels.prefill_attention import nothing
 from ringkv.kernels.rotate import Angles
 from ringkv.kernels.sample import GREEDY_BELOW, Filters
 
+AT_ONCE = 1 << 24  # floats of keys that the tasks of one call go through, so that it takes a fraction of a second
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 _TABLES = {
@@ -61,7 +64,11 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "silu_mul": ([_POINTER, _POINTER, _LONG, _LONG, _INT], None),
     "attend": ([_POINTER] * 6 + [_RING, _FLOAT, _FLOAT, _POINTER, _INT], _INT),
     "scratch_size": ([_RING], _LONG),
-    "causal_attention": ([_POINTER, _LONG] * 3 + [_POINTER] + [_LONG] * 4 + [_FLOAT, _POINTER, _INT], None),
+    "causal_attention": (
+        [_POINTER, _LONG] * 3 + [_POINTER] + [_LONG] * 4 + [_FLOAT, _POINTER, _INT] + [_LONG] * 2,
+        None,
+    ),
+    "causal_tasks": ([_LONG] * 3, _LONG),
     "causal_scratch": ([_LONG, _LONG], _LONG),
     "philox": ([_POINTER] * 5 + [_LONG, _POINTER, _INT], None),
     "sample": ([_POINTER] * 2 + [_LONG] * 3 + [_POINTER] * 5 + [_FLOAT, _POINTER, _INT], None),
@@ -107,7 +114,9 @@ def attend(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles:
     return out
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scratch: Tensor, between: Callable[[], object] = nothing
+) -> Tensor:
     """See ``prefill_attention.causal_attention``. A token's row may be part of a longer one."""
     for x in (q, k, v):
         assert x.dtype == torch.float32
@@ -118,8 +127,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor) -> Tensor
     assert threads > 0
     out = q.new_empty(n, heads * d)
     rows = (each for x in (q, k, v) for each in (x.data_ptr(), x.stride(0)))
-    sizes = n, kv_heads, group, d, d**-0.5
-    library().causal_attention(*rows, out.data_ptr(), *sizes, *_pointers(scratch), threads)
+    arguments = *rows, out.data_ptr(), n, kv_heads, group, d, d**-0.5, *_pointers(scratch), threads
+    tasks = library().causal_tasks(n, kv_heads, group)
+    at_once = max(2 * threads, AT_ONCE // (n * d))
+    for first in range(0, tasks, at_once):
+        if first:
+            between()
+        library().causal_attention(*arguments, first, min(first + at_once, tasks))
     return out
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringkv.kernels.blocks import blocks
+
 
 def received_attention(
     queries: Tensor,
@@ -43,10 +45,10 @@ def received_attention(
     ignored = query_position < since[:, None]  # [P, w]
     out = torch.zeros(order.shape, dtype=torch.float32, device=order.device)
     for p, (layer, lane) in enumerate(pairs):
-        for head in range(kv_heads):
+        for head in blocks(kv_heads, 1, k):
             keys = k[layer, lane, head].index_select(0, order[p, head]).to(torch.float32)
             own = queries[layer, lane, head * group : (head + 1) * group]  # [G, w, D]
-            for start in range(0, w, block):
+            for start in blocks(w, block, k):
                 rows = own[:, start : start + block].to(torch.float32) * k.shape[-1] ** -0.5  # [G, block, D]
                 logits = scratch[: rows.shape[0] * rows.shape[1] * n].view(*rows.shape[:2], n)
                 torch.matmul(rows, keys.T, out=logits)

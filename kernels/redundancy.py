@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringkv.kernels.blocks import blocks
+
 
 def redundancy(k: Tensor, order: Tensor, pairs: Sequence[tuple[int, int]], scratch: Tensor, threshold: float) -> Tensor:
     """Column means of the cosines between live keys, the last match of each row left out.
@@ -31,10 +33,10 @@ def redundancy(k: Tensor, order: Tensor, pairs: Sequence[tuple[int, int]], scrat
     column = torch.arange(n, dtype=torch.float32, device=order.device)  # exact below 2^24
     out = torch.zeros(order.shape, dtype=torch.float32, device=order.device)
     for p, (layer, lane) in enumerate(pairs):
-        for head in range(order.shape[1]):
+        for head in blocks(order.shape[1], 1, k):
             keys = k[layer, lane, head].index_select(0, order[p, head]).to(torch.float32)
             keys /= keys.norm(dim=-1, keepdim=True) + 1e-8
-            for start in range(0, n, block):
+            for start in blocks(n, block, k):
                 rows = keys[start : start + block]
                 cosine, match = scratch[: 2 * len(rows) * n].view(2, len(rows), n)
                 torch.matmul(rows, keys.T, out=cosine)

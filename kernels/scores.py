@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringkv.kernels.blocks import blocks
+
 
 def window_attention(
     queries: Tensor,
@@ -42,13 +44,13 @@ def window_attention(
         len(pairs), kv_heads, 1 if group_max else group, candidates, dtype=torch.float32, device=order.device
     )
     for p, (layer, lane) in enumerate(pairs):
-        for head in range(kv_heads):
+        for head in blocks(kv_heads, 1, k):
             keys = k[layer, lane, head].index_select(0, order[p, head]).to(torch.float32)
             own = queries[layer, lane, head * group : (head + 1) * group]  # [G, w, D]
             if only is not None:
                 own = own.index_select(1, only[p : p + 1])
             own = own.to(torch.float32) * k.shape[-1] ** -0.5
-            for start in range(0, w, block):
+            for start in blocks(w, block, k):
                 rows = own[:, start : start + block]  # [G, block, D]
                 logits = scratch[: rows.shape[0] * rows.shape[1] * candidates].view(*rows.shape[:2], candidates)
                 torch.matmul(rows, keys.T, out=logits)

@@ -202,7 +202,8 @@ def _moe(keys: Keys, layers: int) -> MoeConfig | None:
     names = [name for name in ("num_experts", "num_local_experts") if name in keys]
     if len(names) > 1:
         raise keys.refuse("num_local_experts", "null beside num_experts")
-    experts = keys.integer(names[0], high=65536) if names else 128
+    most = min(1024, (1 << 17) // layers)  # five times what the largest public models have: each has names of its own
+    experts = keys.integer(names[0], high=most) if names else 128
     step = keys.integer("decoder_sparse_step", 1)
     dense = keys.integers("mlp_only_layers", high=layers - 1) if "mlp_only_layers" in keys else ()
     moe = MoeConfig(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ringkv.kernels.blocks import blocks
+from ringkv.kernels.prefill_attention import nothing
 from ringkv.kernels.rotate import Angles, split_rotate
 from ringkv.kernels.table import add_rms_norm, silu_mul
 from ringkv.models.config import ModelConfig, MoeConfig
@@ -74,6 +77,7 @@ class Decoder:
         self.config, self.device, self.dtype = config, device, dtype
         self.weight_dtype = torch.float16 if packed else dtype
         self._parameters: dict[str, Tensor] = {}
+        self._experts: dict[str, tuple[Tensor, Tensor]] = {}  # gate and up, and down, of all experts of an MLP
         # Products that are packed, the head first, with the rows that each name has of them.
         self._packed: list[tuple[PackedLinear, Mapping[str, int]]] = []
         self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, device)
@@ -95,7 +99,7 @@ class Decoder:
         unset: dict[str, Tensor] = {}
         for linear, outputs in self._packed:
             unset |= _rows(torch.empty(linear.shape, device="meta"), outputs, "weight")
-        return unset | self._parameters
+        return unset | dict(self._views())
 
     def fill(self, read: Read) -> None:
         """Set every parameter in place, at first or anew.
@@ -106,12 +110,23 @@ class Decoder:
             read: fills the view that it is given with the tensor of this name.
         """
         with torch.no_grad():
-            for name, view in self._parameters.items():
+            for name, view in self._views():
                 read(name, view)
             # The head comes first and has memory of its own to be read into: it is far larger than the others, and
             # there must be room for it twice.
             for products in (self._packed[:1], self._packed[1:]):
                 self._pack(products, read)
+
+    def _views(self) -> Iterator[tuple[str, Tensor]]:
+        """What is read in place. There may be very many experts, so theirs are named only when they are wanted."""
+        yield from self._parameters.items()
+        for prefix, (gate_up, down) in self._experts.items():
+            for expert in range(len(down)):
+                name, size = f"{prefix}.experts.{expert}", down.shape[2]
+                yield from _rows(
+                    gate_up[expert], {f"{name}.gate_proj": size, f"{name}.up_proj": size}, "weight"
+                ).items()
+                yield f"{name}.down_proj.weight", down[expert]
 
     def _pack(self, products: Sequence[tuple[PackedLinear, Mapping[str, int]]], read: Read) -> None:
         """Read products and pack them, each through the same memory: nothing is left between those that are packed."""
@@ -131,7 +146,8 @@ class Decoder:
 
         A packed decoder holds a tied embedding twice, as rows and as a product.
         """
-        return sum(x.nbytes for x in self._parameters.values()) + sum(linear.nbytes for linear, _ in self._packed)
+        tensors = [*self._parameters.values(), *chain.from_iterable(self._experts.values())]
+        return sum(x.nbytes for x in tensors) + sum(linear.nbytes for linear, _ in self._packed)
 
     def angles(self, position: Tensor, length: Tensor | int | None = None) -> list[Angles]:
         """What each layer's ``rotate`` takes, for tokens at ``position`` [n] of a text of ``length`` tokens."""
@@ -146,15 +162,26 @@ class Decoder:
         c = self.config
         return split_rotate(qkv, layer.qk_norms, c.rms_eps, angles, c.heads, c.kv_heads)
 
-    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """Token ids [n] -> hidden states after the last norm [n, hidden]."""
+    def forward(self, ids: Tensor, attention: Attention, between: Callable[[], object] = nothing) -> Tensor:
+        """Token ids [n] -> hidden states after the last norm [n, hidden].
+
+        Args:
+            between: called between blocks of a long prompt.
+        """
         eps = self.config.rms_eps
         x, delta, whole = F.embedding(ids, self.embedding).to(self.dtype), None, len(ids) <= MLP_ROWS
         for layer in self.layers:
             h = add_rms_norm(x, delta, layer.input_norm, eps)
             delta = layer.o(attention(layer, layer.qkv(h)))
             h = add_rms_norm(x, delta, layer.mlp_norm, eps)
-            delta = layer.mlp(h) if whole else torch.cat([layer.mlp(rows) for rows in h.split(MLP_ROWS)])
+            if whole:
+                delta = layer.mlp(h)
+                continue
+            delta = torch.empty_like(h)
+            for start in blocks(len(h), MLP_ROWS, h):
+                if start:
+                    between()
+                delta[start : start + MLP_ROWS] = layer.mlp(h[start : start + MLP_ROWS])
         return add_rms_norm(x, delta, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -191,10 +218,7 @@ class Decoder:
     def _sparse_mlp(self, prefix: str, moe: MoeConfig) -> SparseMlp:
         hidden, size = self.config.hidden_size, moe.intermediate_size
         gate_up, down = self._empty(moe.experts, 2 * size, hidden), self._empty(moe.experts, hidden, size)
-        for expert in range(moe.experts):
-            name = f"{prefix}.experts.{expert}"
-            self._parameters |= _rows(gate_up[expert], {f"{name}.gate_proj": size, f"{name}.up_proj": size}, "weight")
-            self._parameters[f"{name}.down_proj.weight"] = down[expert]
+        self._experts[prefix] = gate_up, down
         router = self._parameter(f"{prefix}.gate.weight", moe.experts, hidden)
         return SparseMlp(router, gate_up, down, moe.experts_per_token, moe.normalize)
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ringkv.apps.ending import at_end
+
 try:
     import termios
 except ImportError:  # Windows
@@ -48,6 +50,7 @@ def held_back(fd: int) -> Iterator[None]:
     numbers = [signal.SIGTSTP, signal.SIGQUIT, signal.SIGHUP]
     numbers = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
     atexit.register(restore)  # a second Ctrl-C may come in the lines below
+    at_end.append(restore)
     try:
         for number in numbers:
             signal.signal(number, step_aside)
@@ -58,3 +61,4 @@ def held_back(fd: int) -> Iterator[None]:
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
         atexit.unregister(restore)
+        at_end.remove(restore)

@@ -17,15 +17,13 @@ from ringkv.apps.chat.keys import held_back
 from ringkv.apps.chat.session import ChatSession, Events
 from ringkv.apps.console import print_stats, summary
 from ringkv.apps.options import argument_text
-from ringkv.apps.process import note, say
+from ringkv.apps.process import note, say, visible
 from ringkv.engine import THINKING, Completion
 from ringkv.errors import RingkvError
 from ringkv.files import utf8_text
 
 _BLOCK = '"""'
 _NOTICEABLE = 0.5  # seconds of reading a prompt before progress is shown
-# What a model writes may hold escape sequences; a terminal gets none of them.
-_INVISIBLE = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _ERASE = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
 
 
@@ -216,7 +214,7 @@ class Terminal:
                 self._say(_ending(done, unfinished))
         elif self._err.is_terminal and not self._err.is_dumb_terminal:
             lines = [status(done, unfinished, self._blocks), *(f"warning: {warning}" for warning in done.warnings)]
-            self._err.out("\n".join(lines), style="dim", highlight=False)
+            self._err.out(visible("\n".join(lines), sys.stderr), style="dim", highlight=False)
         else:
             ending = _ending(done, unfinished)
             note(summary(done) + (f"\n[{ending}]" if ending else ""))
@@ -231,7 +229,7 @@ class Terminal:
 
     def _write(self, text: str, style: str | None = None) -> None:
         if self.drawn:
-            self._out.out(text.translate(_INVISIBLE), style=style, highlight=False, end="")
+            self._out.out(visible(text, sys.stdout), style=style, highlight=False, end="")
         else:
             say(text)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ringkv.apps.jobs.rows import OURS, parse_object
+from ringkv.apps.process import visible_json
 from ringkv.errors import RingkvError, naming
 from ringkv.files import FLAGS, beside, refusing, replacing, write_all
 
@@ -173,7 +174,8 @@ class Results:
 
 def _line(record: Mapping[str, Any]) -> bytes:
     """A record as a line of JSON in UTF-8; half a surrogate pair is escaped, as JSON escapes it."""
-    return json.dumps(record, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace") + b"\n"
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    return visible_json(text).encode(errors="backslashreplace") + b"\n"
 
 
 def _unit(record: Mapping[str, Any]) -> tuple[str, int, bool]:

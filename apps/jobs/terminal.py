@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ringkv.apps.ending import at_end
 from ringkv.apps.jobs.job import Job, Status
 from ringkv.apps.options import SAMPLING_FIELDS, Options, argument_text
 from ringkv.apps.process import INTERRUPTED, note
@@ -83,7 +84,11 @@ def progress(status: Status, quiet: bool) -> Iterator[Callable[[Status], None] |
             figures = f"{speed:.1f} tok/s, {now.evictions} evictions{failed}"
             bar.update(task, completed=now.done, figures=figures)
 
-        yield on_result
+        at_end.append(console.show_cursor)
+        try:
+            yield on_result
+        finally:
+            at_end.remove(console.show_cursor)
 
 
 def summary(status: Status, output: str) -> str:

@@ -64,7 +64,10 @@ def estimate(
         ring, lanes = settle(config, ring, lanes, runtime.dtype, runtime.device, packed=runtime.packed, free=room)
     assert isinstance(lanes, int)
     planner = Planner(config, runtime.dtype, prompt, runtime.packed, captured=on_gpu)
-    plan = planner.plan(ring, lanes)
+    try:
+        plan = planner.plan(ring, lanes)
+    except MemoryError as error:  # of the ring's working memory, whose size is fixed
+        raise RingkvError(f"prompt = {prompt}: {error}") from None
     figures = {
         "model": name,
         "device": str(runtime.device),
@@ -80,6 +83,7 @@ def estimate(
         figures |= {
             "fits": plan.total_bytes <= room,
             "most_lanes": planner.most_lanes(ring, room, LANE_LIMIT),
+            "longest_prompt": planner.longest_prompt(ring, room - (plan.total_bytes - plan.prefill_bytes)),
             "most_budget": planner.most_budget(ring, lanes, room, _MOST),
         }
     return figures
@@ -139,6 +143,7 @@ def print_plan(figures: dict[str, Any]) -> None:
         show(
             f"{size(figures['memory_bytes'])} {figures['memory_source']}: "
             f"this {'fits' if figures['fits'] else 'does not fit'}; "
-            f"lanes that fit: {figures['most_lanes']}; largest budget for {figures['lanes']} "
+            f"lanes that fit: {figures['most_lanes']}; longest prompt: {figures['longest_prompt']} tokens; "
+            f"largest budget for {figures['lanes']} "
             f"lane{'s' * (figures['lanes'] > 1)}: {figures['most_budget']}"
         )

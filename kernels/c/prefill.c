@@ -37,19 +37,25 @@ INLINE int64_t up_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * u
 INLINE int64_t positions_of(int64_t group) { return group < QUERIES ? QUERIES / group : 1; }
 INLINE int64_t rows_of(int64_t group) { return up_to(positions_of(group) * group, STRIP); }
 
+/* Tasks of causal_attention: blocks of positions, by KV head. */
+int64_t causal_tasks(int64_t n, int64_t kv_heads, int64_t group) {
+    const int64_t each = positions_of(group);
+    return (n + each - 1) / each * kv_heads;
+}
+
 /* Floats that causal_attention needs a thread. */
 int64_t causal_scratch(int64_t group, int64_t d) {
     return (rows_of(group) + KEYS) * (d + up_to(d, LANES)) + 2 * rows_of(group);
 }
 
 /* out [n, heads, d] = softmax(q.k * scale) v, each position over itself and those before it. q [n, heads, d] and k, v
- * [n, kv_heads, d] have rows of their own lengths. */
+ * [n, kv_heads, d] have rows of their own lengths. The tasks from first_task up to last_task are done, which write apart. */
 void causal_attention(const float *q, int64_t q_row, const float *k, int64_t k_row, const float *v, int64_t v_row,
                       float *out, int64_t n, int64_t kv_heads, int64_t group, int64_t d, float scale, float *scratch,
-                      int threads) {
+                      int threads, int64_t first_task, int64_t last_task) {
     const int64_t wide = up_to(d, LANES), each = positions_of(group), blocks = (n + each - 1) / each;
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t task = 0; task < blocks * kv_heads; task++) { /* the longest first */
+    for (int64_t task = first_task; task < last_task; task++) { /* the longest first */
         const int64_t head = task % kv_heads, first = (blocks - 1 - task / kv_heads) * each;
         const int64_t end = first + each < n ? first + each : n, rows = up_to((end - first) * group, STRIP);
         float *queries = scratch + omp_get_thread_num() * causal_scratch(group, d), *mixed = queries + rows * d;

@@ -98,7 +98,7 @@ def test_a_hub_id_needs_its_configuration_alone(tiny_checkpoint, config_only):
     told = json.loads(plan(config_only, "--json")[1])
     assert told["model"] == config_only
     own = json.loads(plan(tiny_checkpoint("qwen2"), "--json")[1])
-    different = {"model", "memory_bytes", "most_lanes", "most_budget"}
+    different = {"model", "memory_bytes", "most_lanes", "longest_prompt", "most_budget"}
     assert {name: told[name] for name in told.keys() - different} == {
         name: own[name] for name in own.keys() - different
     }
@@ -171,3 +171,16 @@ def test_sizes_are_read(text, count):
 def test_other_sizes_are_refused(text):
     with pytest.raises(RingkvError, match="memory = "):
         parse_size(text)
+
+
+@pytest.mark.parametrize("policy, fits", [("random", True), ("vase-attnv", False)])
+def test_the_longest_prompt_that_an_option_takes_is_planned_or_refused(tiny_checkpoint, policy, fits):
+    """Scores of a prompt are computed in working memory of a fixed size, where one query must find room."""
+    code, out, err = plan(tiny_checkpoint("qwen3"), "--prompt", 2**31 - 1, "--policy", policy, "--memory", "1GiB")
+    if fits:
+        assert (code, err) == (0, "")
+        assert "2147483647 tokens" in out
+        assert "this does not fit" in out
+    else:
+        assert (code, out) == (2, "")
+        assert err.startswith("ringkv: prompt = 2147483647: one query over ")

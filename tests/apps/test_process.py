@@ -7,7 +7,9 @@ import io
 import json
 import os
 import pty
+import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -25,8 +27,11 @@ from ringkv import Engine, RingConfig, SamplingParams
 from ringkv.apps import process
 from ringkv.apps.options import Options, argument_text
 from ringkv.cli import app
+from ringkv.engine import Prompts
 
 TINY = ["--budget", "24", "--window", "4", "--threads", "1", "--temperature", "0", "--on-repetition", "ignore"]
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+HOSTILE = "\x1b]0;owned\x07\x1b[31m\x9b2J\x7f"
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
@@ -123,7 +128,8 @@ def on_terminal(*arguments, size=(0, 0), **more):
 
 def test_a_terminal_gets_its_own_encoding(tiny, done):
     code, came = on_terminal("generate", *ASKED, "-m", tiny, *TINY, "-q", env={"PYTHONIOENCODING": "latin-1"})
-    assert (code, came) == (0, done.text.encode("latin-1", "replace") + b"\n")
+    shown = CONTROL.sub("", done.text)
+    assert (code, came) == (0, shown.encode("latin-1", "replace") + b"\n")
     code, came = on_terminal("plan", tiny, "--json", env={"PYTHONIOENCODING": "latin-1"})
     assert (code, json.loads(came.decode("ascii"))["model"]) == (0, str(tiny)), "JSON loses nothing"
 
@@ -217,6 +223,54 @@ def test_an_answer_is_not_changed_on_its_way(tiny, monkeypatch, capfdbinary):
     assert capfdbinary.readouterr().out.decode() == text
 
 
+@pytest.fixture(scope="module")
+def hostile(tiny, tmp_path_factory):
+    """The tiny checkpoint under a name that is an escape sequence, with a chat template that fails with another."""
+    folder = tmp_path_factory.mktemp("names") / HOSTILE
+    shutil.copytree(tiny, folder, symlinks=False)
+    keys = {"eos_token": "<|im_end|>", "chat_template": f"{{{{ raise_exception({HOSTILE!r}) }}}}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(keys))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "arguments, code",
+    [
+        (["generate", "Hi", "--raw", *TINY[:-4], "--seed", "3", "--max-tokens", "150", *TINY[-2:], "--stats"], 0),
+        (["generate", "Hi", "--raw", *TINY[:-4], "--seed", "3", "--max-tokens", "150", *TINY[-2:], "--json", "-q"], 0),
+        (["generate", "Hi", *TINY], 2),
+        (["generate", "Hi", *TINY, "--debug"], 1),
+        (["plan"], 0),
+    ],
+)
+def test_a_terminal_obeys_nothing_that_a_model_or_a_file_says(hostile, arguments, code):
+    """Oracle: the bytes in a pipe, which are what was said."""
+    where = ["-m", hostile] if arguments[0] != "plan" else [hostile]
+    ended, out, err = run(*arguments, *where)
+    assert ended == code
+    piped = (out + err).decode()
+    json_alone = "--json" in arguments
+    assert json_alone or CONTROL.search(piped)
+    ended, came = on_terminal(*arguments, *where)
+    came = came.decode()
+    assert ended == code
+    assert not CONTROL.search(came)
+    if json_alone:
+        assert json.loads(came)["text"] == json.loads(piped)["text"]
+        assert CONTROL.search(json.loads(came)["text"])
+    elif "--stats" in arguments:
+        assert came.startswith(CONTROL.sub("", out.decode())[:-1])
+    else:
+        assert "]0;owned[31m2J" in came
+
+
+def test_a_trace_that_names_an_escape_sequence_is_shown_without_it(hostile, tmp_path):
+    code, _, err = run("generate", "Hi", "--raw", "-m", hostile, *TINY, "--max-tokens", "3", "--trace", tmp_path / "t")
+    assert code == 0, err
+    code, came = on_terminal("trace", tmp_path / "t")
+    assert (code, b"]0;owned" in came, CONTROL.search(came.decode())) == (0, True, None)
+
+
 WIDTHS = ["0", "-5", "abc", "1000000000", "²", "", "9" * 5000, "5", "40", None]
 
 
@@ -282,6 +336,63 @@ def test_a_signal_among_the_imports_ends_it_with_130(tiny, name, number):
     command = [sys.executable, "-c", code, "generate", "Hi", "-m", str(tiny), *TINY, "--max-tokens", "1"]
     done = subprocess.run(command, capture_output=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+DEAF = """
+import hashlib, os, signal, sys, time
+from ringkv.__main__ import main
+from ringkv.apps import ending
+from ringkv.apps.options import Options
+def engine(*_):
+    print("ready", flush=True)
+    {}
+Options.engine = engine
+sys.argv = ["ringkv", "generate", "Hi"]
+main()
+"""
+IN_C = 'hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)'  # for minutes, and no handler runs
+SWALLOWING = """
+    while True:
+        try:
+            time.sleep(1)
+        except KeyboardInterrupt:
+            pass"""
+
+
+@pytest.mark.parametrize(
+    "work, signals",
+    [
+        (IN_C, [signal.SIGTERM]),
+        (IN_C, [signal.SIGINT]),
+        (f"ending.UNHEARD = 1e9; {IN_C}", [signal.SIGTERM, signal.SIGTERM]),
+        (f"ending.HEARD = 0.5{SWALLOWING}", [signal.SIGTERM]),
+    ],
+)
+def test_a_signal_that_nobody_hears_ends_it(work, signals):
+    """A second one does at once, whatever the first may wait for."""
+    with subprocess.Popen([sys.executable, "-c", DEAF.format(work)], stdout=-1, stderr=-1) as process:
+        assert process.stdout.readline() == b"ready\n"
+        for number in signals:
+            time.sleep(0.2)  # two of a kind that come together are one
+            process.send_signal(number)
+        try:
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+        assert process.stderr.read() == b""
+
+
+def test_a_signal_while_a_prompt_is_tokenised_is_not_forgotten(tiny, monkeypatch, capfd):
+    prepare = Prompts.prepare
+
+    def signalled(*arguments, **options):
+        requests = prepare(*arguments, **options)
+        signal.raise_signal(signal.SIGTERM)
+        return requests
+
+    monkeypatch.setattr(Prompts, "prepare", signalled)
+    ended = CliRunner().invoke(app, ["generate", "Hi", "-m", str(tiny), *TINY, "--max-tokens", "3"])
+    assert (ended.exit_code, ended.stdout) == (130, "")
 
 
 def test_the_console_script_is_the_module():

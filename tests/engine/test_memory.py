@@ -15,6 +15,7 @@ from ringkv.engine import memory as plan
 from ringkv.engine.live_bytes import LiveBytes
 from ringkv.engine.memory import Planner, free_memory, settle
 from ringkv.engine.policies import POLICIES
+from ringkv.engine.ring import storage
 from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
 from ringkv.kernels.backend import use
@@ -112,6 +113,40 @@ def test_the_prefill_peak_of_every_policy_and_shape(decoders, shape, policy, ret
         with use(cpu_path), LiveBytes() as live:
             engine._runner.prefill(0, torch.randint(0, 4096, (400,)).tolist())
     assert live.peak <= planned <= 1.15 * live.peak
+
+
+@pytest.mark.parametrize("n", [1025, 2111, 5001])
+@pytest.mark.parametrize("policy", ["vase-attnv", "h2o", "rkv", "curdkv"])
+def test_the_first_blocks_stand_for_all(policy, n, monkeypatch):
+    """Oracle: the count of all of them."""
+    monkeypatch.setattr(storage, "SCRATCH_BYTES", 1 << 20)
+    planner, ring = Planner(model_shaped(), torch.float32), RingConfig(256, 64, policy)
+    counted = planner.prefill_bytes(ring, n)
+    for module in ("models.decoder", *(f"kernels.{name}" for name in ("leverage", "observe", "redundancy", "scores"))):
+        monkeypatch.setattr(f"ringkv.{module}.blocks", lambda n, size, like: range(0, n, size))
+    assert planner.prefill_bytes(ring, n) == counted
+
+
+@pytest.mark.parametrize("policy", ["vase-attnv", "full"])
+def test_the_longest_prompt_is_the_last_that_fits(policy):
+    planner, ring = Planner(model_shaped(), torch.float32), RingConfig(1 << 17, 64, policy)
+    memory = planner.prefill_bytes(ring, 30_001)
+    assert 29_700 < planner.longest_prompt(ring, memory) <= 30_001
+    assert planner.longest_prompt(ring, 1000) == 0
+    most = planner.longest_prompt(ring, 1 << 40)
+    assert most == ring.capacity if policy == "full" else most > 1 << 20
+
+
+def test_an_engine_names_the_longest_prompt(monkeypatch):
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: 50 << 20)
+    with Engine(Decoder(model_shaped(), CPU, torch.float32), ring=RingConfig(48, 8)) as engine:
+        longest = engine.longest_prompt()
+        planner = Planner(model_shaped(), torch.float32)
+        assert planner.prefill_bytes(engine.ring.config, longest) <= 50 << 20
+        assert planner.prefill_bytes(engine.ring.config, longest * 102 // 100) > 50 << 20
+        engine._check_room(longest)
+        with pytest.raises(MemoryError, match=f"^memory: to read .* accepted are up to {longest} tokens$"):
+            engine._check_room(longest * 102 // 100)
 
 
 @pytest.mark.parametrize("tied", [True, False])

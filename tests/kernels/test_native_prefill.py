@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernel_checks import assert_as_exact, three_ways
-from ringkv.kernels import native
+from ringkv.kernels import native, prefill_attention
 from ringkv.kernels.backend import use
 from ringkv.kernels.table import causal_attention
 
@@ -62,6 +62,21 @@ def test_causal_attention_runs_on_as_many_threads_as_its_scratch_allows():
     torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_blocks_of_a_long_prompt_change_no_bit(cpu_path, monkeypatch):
+    """On both paths; between them a caller may stop it."""
+    inputs, scratch, calls = prompt(3000, 6, 3, 16), torch.empty(1 << 20), []
+    with use(cpu_path):
+        whole = causal_attention(*inputs, scratch, lambda: calls.append("of a short one"))
+        assert calls == []
+        monkeypatch.setattr(native, "AT_ONCE", 1)
+        monkeypatch.setattr(prefill_attention, "LONG", 1)
+        assert torch.equal(causal_attention(*inputs, scratch, lambda: calls.append("between")), whole)
+        assert len(calls) >= 2
+        with pytest.raises(ZeroDivisionError):
+            causal_attention(*inputs, scratch, lambda: 1 / 0)
 
 
 def guarded(x):
