@@ -35,9 +35,7 @@ ANSWER = "An answer of about as many letters as a short one has. " * 4
 UPTO = ("first", "half", "resume")
 
 
-def at_once(
-    prompts: Iterable[Any], params: Iterable[SamplingParams]
-) -> Generator[tuple[int, Completion], None, None]:
+def at_once(prompts: Iterable[Any], params: Iterable[SamplingParams]) -> Generator[tuple[int, Completion], None, None]:
     """An engine that answers at once."""
     fields: dict[str, Any] = dict.fromkeys(("thinking", "stop_reason", "repetition", "logprobs", "error"))
     fields |= {"prompt_tokens": 40, "completion_tokens": 50, "thinking_tokens": 0, "answer_tokens": 50, "sample": 0}
