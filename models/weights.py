@@ -17,7 +17,8 @@ from ringkv.models.keys import short
 
 # Buffers that old checkpoints carry; the decoder computes its own.
 _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-_BLOCK = 1 << 18  # numbers that are looked at together on a CPU: in float32 they fit its cache
+# Numbers that are looked at together: on a CPU they fit its cache in float32, and a GPU would wait for smaller ones.
+_BLOCK, _GPU_BLOCK = 1 << 18, 1 << 24
 
 
 def load_decoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, *, packed: bool = False) -> Decoder:
@@ -111,7 +112,7 @@ def _check_range(checkpoint: Checkpoint, name: str, x: Tensor, dtype: torch.dtyp
 def _largest(x: Tensor) -> float:
     """The largest magnitude in a tensor; NaN where one number is NaN."""
     x, wide = x.detach(), torch.promote_types(x.dtype, torch.float32)
-    rows = max(1, _BLOCK * len(x) // x.numel()) if x.device.type == "cpu" else len(x)
+    rows = max(1, (_BLOCK if x.device.type == "cpu" else _GPU_BLOCK) * len(x) // x.numel())
     # A plain copy of each block, so that what cannot be copied is found before anything is written.
     blocks = (torch.empty(part.shape, dtype=wide, device=x.device).copy_(part) for part in x.split(rows))
     ends = [end for block in blocks for end in torch.aminmax(block)]

@@ -205,7 +205,7 @@ def test_bytes_and_counts(policy):
     for budget in (24, 56):
         engine = tiny_engine(policy, budget=budget)
         ring, slots = engine.ring, 3 * 2 * 2 * (budget + WINDOW)
-        tables = slots * (4 + 4 + 4) + 3 * 2 * 4 * WINDOW * 16 * 8 + 3 * 2 * (4 + 4) + 2 * (5 * 8 + 1)
+        tables = slots * (4 + 4 + 4) + 3 * 2 * 4 * WINDOW * 16 * 8 + 3 * 2 * (4 + 4) + 2 * (5 * 8 + 4 + 1)
         means = 3 * 2 * (4 * (16 + 8) * 4 + 8)
         state = {"h2o": slots * 4 + 3 * 2 * 8, "gkv": slots * 4, "triattention": means}.get(policy, 0)
         assert ring.nbytes == 2 * slots * 16 * 8 + tables + state

@@ -161,7 +161,7 @@ def test_bytes_are_the_formula():
     config = tiny_config(heads=6, kv_heads=2, layers=3)
     ring = Ring(config, RingConfig(50, 10), 3, CPU, torch.float16)
     slots = 3 * 3 * 2 * 60
-    tables = slots * (4 + 4 + 4) + 3 * 3 * 6 * 10 * 16 * 2 + 2 * 3 * 3 * 4 + 3 * (5 * 8 + 1)
+    tables = slots * (4 + 4 + 4) + 3 * 3 * 6 * 10 * 16 * 2 + 2 * 3 * 3 * 4 + 3 * (5 * 8 + 4 + 1)
     assert ring.nbytes == 2 * slots * 16 * 2 + tables
 
 

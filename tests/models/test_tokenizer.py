@@ -675,8 +675,8 @@ def test_special_tokens_map_wins(folder: Folder) -> None:
 @pytest.mark.parametrize(
     "files, message",
     [
-        ({"tokenizer__json": "{"}, r"tokenizer\.json: not a tokenizer"),
-        ({"tokenizer__json": "[]"}, r"tokenizer\.json: not a tokenizer"),
+        ({"tokenizer__json": "{"}, r"tokenizer\.json: not valid JSON"),
+        ({"tokenizer__json": "[]"}, r"tokenizer\.json: holds"),
         ({"tokenizer__json": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a a"]}}}, "not a tokenizer"),
         ({"tokenizer__json": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}}, "not a tokenizer"),
         ({"tokenizer__json": {"version": "1.0", "model": {"type": "Other"}}}, "not a tokenizer"),

@@ -133,9 +133,8 @@ def test_stored_types_convert_exactly(dtype: str, tiny_checkpoint: Callable[...,
 
 def test_every_parameter_is_set_once(tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     saved = tiny_checkpoint("qwen3_moe", attention_bias=True)
-    config = ModelConfig.from_hf(open_checkpoint(saved).config)
-    checkpoint = StateDictCheckpoint(load_file(saved / "model.safetensors"), config)
-    decoder = Decoder(config, CPU, torch.float32)
+    checkpoint = StateDictCheckpoint(load_file(saved / "model.safetensors"), open_checkpoint(saved).config)
+    decoder = Decoder(ModelConfig.from_hf(checkpoint.config), CPU, torch.float32)
     for view in decoder.destinations().values():
         view.fill_(float("nan"))
     reads: list[str] = []
