@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -35,10 +36,10 @@ def watch() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: end())
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(read,), name="signals", daemon=True).start()
+    read, write = socket.socketpair()  # Windows writes to no pipe
+    write.setblocking(False)
+    signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(read, write), name="signals", daemon=True).start()
 
 
 def heard() -> None:
@@ -64,12 +65,12 @@ def end() -> None:
     os._exit(INTERRUPTED)
 
 
-def _watch(read: int) -> None:
+def _watch(read: socket.socket, write: socket.socket) -> None:
     spared = False
     while True:
         waiting = _signals.came > _signals.forgiven
         if select.select([read], [], [], 0.1 if waiting else None)[0]:
-            for number in os.read(read, 4096):
+            for number in read.recv(4096):
                 if number in (signal.SIGINT, signal.SIGTERM):
                     _signals.came += 1
                     _signals.last = time.monotonic()

@@ -41,9 +41,7 @@ from ringkv.models.tokenizer import Tokenizer
 from ringkv.models.weights import load_weights
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
-ROUGHLY = (
-    128  # bytes for a number in the rows of a prompt's token: far more than reading it takes, so no plan is needed
-)
+ROUGHLY = 128  # bytes for each number in the rows of a token: far more than reading it takes, so nothing is planned
 ASYNC_QUEUE = 256  # calls of an event loop that may wait in an engine beside those that have a lane
 
 

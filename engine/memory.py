@@ -26,6 +26,7 @@ from ringkv.engine.runner import Runner
 from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
 from ringkv.errors import MOST, RingkvError, size
+from ringkv.kernels.backend import use
 from ringkv.kernels.table import silu_mul
 from ringkv.models.config import ModelConfig
 from ringkv.models.decoder import Decoder
@@ -186,7 +187,8 @@ class Planner:
 
     def _small(self) -> ModelConfig:
         """A model that tells: from the second layer on all are alike, and the last is sparse where some are dense."""
-        layers, moe = min(2, self.model.layers), self.model.moe
+        moe = self.model.moe
+        layers = min(2 if moe is None else 3, self.model.layers)
         if moe is not None and moe.layers:
             sparse = range(layers) if len(moe.layers) == self.model.layers else (layers - 1,)
             moe = replace(moe, layers=tuple(sparse))
@@ -210,7 +212,7 @@ class Planner:
         ring.retention = _KeepsAll(ring.retention, self.model.layers - 1)
         runner = Runner(decoder, ring, Sampler(1, small.vocab_size, META), Steering(1, None, META))
         ring.reset(0, seed=0)
-        with LiveBytes() as live:
+        with use("torch"), LiveBytes() as live:  # whatever the backend of an engine that asks while it is at work
             runner.prefill(0, torch.empty(n, dtype=torch.int64, device=META))
         return live.peak
 

@@ -21,7 +21,7 @@ def engine(**changes):
     decoder = Decoder(config, torch.device("cpu"), torch.float32)
     for view in decoder.destinations().values():
         view.normal_(std=0.05)
-    return Engine(decoder, ring=RingConfig(48, 8), backend="torch", **changes)
+    return Engine(decoder, ring=RingConfig(48, 8), **changes)
 """
 
 
