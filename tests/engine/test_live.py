@@ -79,9 +79,9 @@ def test_scratch_bounds_what_is_materialised(policy):
     assert 0 < watch.largest <= tables < 512 * 512 * 4
 
 
+# triattention is not among them: it looks at one query at a time where the scratch is small.
 @pytest.mark.parametrize(
-    "policy",
-    ["tova", "h2o", "snapkv", "rkv", "gkv", "vase-attnv", "curdkv", "vase-dkv", "expected-attention", "triattention"],
+    "policy", ["tova", "h2o", "snapkv", "rkv", "gkv", "vase-attnv", "curdkv", "vase-dkv", "expected-attention"]
 )
 def test_scratch_too_small(policy):
     ring, pairs = full_ring(policy)
