@@ -102,6 +102,7 @@ def main() -> None:
             for name, package in packages.items():
                 found = measure(package, source, rows)
                 figures.append({"package": name, "rows": rows, **found})
+                note(f"{name}, {rows:,} rows: {found}")
                 lines.append(
                     [name, f"{rows:,}", *(f"{found[f'{phase}_{kind}']:.2f}" for kind in ("s", "mib") for phase in UPTO)]
                 )
