@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from os import _exit
 
 INTERRUPTED = 130  # the exit code after Ctrl-C or SIGTERM
 UNHEARD = 1.5  # seconds that a signal waits for its handler
@@ -62,7 +62,7 @@ def end() -> None:
     """End the process at once."""
     for put_right in at_end:
         put_right()
-    os._exit(INTERRUPTED)
+    _exit(INTERRUPTED)
 
 
 def _watch(read: socket.socket, write: socket.socket) -> None:

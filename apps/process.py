@@ -137,6 +137,8 @@ class Commands(typer.core.TyperGroup):
                 _check_shell()
             code = super().main(*args, **options)
         except RingkvError as error:
+            if "--debug" in given:
+                raise
             note(f"ringkv: {error}")
             code = 2
         except SystemExit as error:  # completion's; or what rich makes of a reader that left

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterable
+from os import _exit
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def child(source: str, output: str, upto: int) -> None:
             took = time.process_time() - begun
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - held
             print(json.dumps({"s": took, "mib": peak / 2**20}), flush=True)
-            os._exit(0)
+            _exit(0)
 
     with Job(source, output, SamplingParams(seed=0, max_tokens=50), {"lanes": 1}) as job:
         job.run(at_once, on_result)

@@ -320,7 +320,7 @@ def broken(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("broken") / "model"
     shutil.copytree(tiny, folder)
     weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"][:] = float("nan")
+    weights["model.norm.weight"][:] = 3e38  # a number, which a file of weights may hold; its products are none
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 

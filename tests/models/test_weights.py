@@ -237,8 +237,8 @@ def test_a_configuration_of_another_size_is_refused(change: dict[str, Any], fold
 
 def test_a_configuration_far_too_large_takes_no_memory(folder: Callable[..., Path]) -> None:
     path = folder("qwen3_moe")
-    edit_json(path / "config.json", num_local_experts=60_000)
-    with pytest.raises(RingkvError, match="too few for num_hidden_layers = 2 with 120000 experts"):
+    edit_json(path / "config.json", num_local_experts=1_000)
+    with pytest.raises(RingkvError, match="too few for num_hidden_layers = 2 with 2000 experts"):
         load(path)
     edit_json(path / "config.json", num_local_experts=6, vocab_size=1 << 24, hidden_size=1 << 20)
     with pytest.raises(RingkvError, match="wrong shape"):
