@@ -118,7 +118,7 @@ class Engine:
             self._runner.sampler.forbid(self.prompts.holes | self.prompts.suppressed, self.prompts.not_first)
         kinds = {"weights": model.weight_dtype, "compute": model.dtype, "ring": self.ring.k.dtype}
         dtypes = {kind: str(value).removeprefix("torch.") for kind, value in kinds.items()}
-        self._about = {"model": name, "dtype": dtypes, "backend": self.backend}
+        self._kind = {"dtype": dtypes, "backend": self.backend}
         self._ring_about = about_ring(self.ring)
         self._serving = Serving(Loop(self._runner, self._start, self._report, self._check_room), self._limited)
         self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
@@ -331,7 +331,7 @@ class Engine:
 
     def about(self) -> dict[str, Any]:
         """What runs, as results name it: model, dtype {weights, compute, ring}, backend."""
-        return dict(self._about)
+        return {"model": self.name, **self._kind}
 
     def plan(self) -> dict[str, int]:
         """Bytes that this engine holds: weights, ring and scratch."""
@@ -397,7 +397,7 @@ class Engine:
             try:
                 wave = self._prepare(prompt, params, index, raw, trace)
             except Exception as error:  # whatever is wrong with a row is its own affair
-                wave = failure(self._about, self._ring_about, error)
+                wave = failure(self.about(), self._ring_about, error)
             yield index, wave
 
     def _completions(self, call: Call) -> Generator[tuple[int, Completion], None, None]:
@@ -438,7 +438,7 @@ class Engine:
         if recorder is not None and generation.retained:  # its prompt was read
             request = generation.request
             record = recorder.record(generation.lane, request.ids, generation.tokens, request.pin)
-        return completion(self._about, self._ring_about, generation, record)
+        return completion(self.about(), self._ring_about, generation, record)
 
     @cached_property
     def _planner(self) -> Planner:

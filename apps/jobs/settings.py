@@ -22,7 +22,7 @@ _NONE = "it is not the settings of a run"
 
 def write_settings(path: Path, head: Mapping[str, Any], rows: Iterable[tuple[str, str]]) -> None:
     """Write the file as a whole: ``json.dumps(..., indent=1)`` of the head and of "rows", an object of digests."""
-    with replacing(path) as fd, open(fd, "wb", closefd=False) as file:
+    with replacing(path) as fd, os.fdopen(fd, "wb", closefd=False) as file:
         file.write(json.dumps({**head, "rows": {}}, indent=1).encode().removesuffix(b"}\n}"))
         between = b"\n"
         for key, digest in rows:
