@@ -956,3 +956,9 @@ def test_the_first_space_of_sentencepiece_is_dropped() -> None:
     for ids in ([2, 2, 3, 4, 5], [0, 0, 1], [3, 1], [3, 4, 5, 0], []):
         assert "".join(pushed(tokenizer, ids)) == tokenizer.decode(ids)
     assert tokenizer.decode([2, 2, 0]) == made.decode([2, 2, 0])
+
+
+def test_a_template_with_half_a_surrogate_pair_is_refused_by_name():
+    with pytest.raises(RingkvError, match="chat template: it holds half a surrogate pair"):
+        ChatTemplate("{{ messages }}\ud800")
+    assert ChatTemplate("\U0001f600").source == "\U0001f600"
