@@ -123,6 +123,9 @@ class Sampling:
         Raises:
             RingkvError: a value of the file that is in force and not accepted, by its name there.
         """
+        cached = generation_config.get("use_cache")
+        if not isinstance(cached, bool | None):  # transformers would take 0 for a cache in one place and not in another
+            raise refusal(f"{FILE}: use_cache", cached, "true or false")
         theirs = _in_force(params, generation_config)
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
