@@ -36,6 +36,7 @@ class Call:
         ended: nothing more will come.
         error: what ended it before its time.
         notify: called from whichever thread has put something into ``ready``, or has ended the call.
+        pumped: nobody who takes its events steps the engine; see ``Serving``.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Call:
         self.cancelled: set[int] = set()
         self.error: BaseException | None = None
         self.notify: Callable[[], None] = lambda: None
+        self.pumped = False
 
     def fetch(self) -> None:
         """Prepare the next prompt, if no request waits."""

@@ -35,7 +35,7 @@ class Serving:
         self._driver: int | None = None  # the thread that holds it
         self._in_line: Call | None = None  # whose caller waits for it
         self._pump: threading.Thread | None = None
-        self._pumped: list[Call] = []
+        self._pumping = threading.Lock()  # held while a call comes to the pump, and while the pump decides to end
         self._process = os.getpid()
         self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
 
@@ -84,11 +84,12 @@ class Serving:
 
     def submit_pumped(self, call: Call) -> None:
         """Serve a call, which is open, from a thread of the engine's own; ``call.notify`` hears of what comes."""
-        self._submit(call)
-        self._pumped.append(call)
-        if self._pump is None or not self._pump.is_alive():
-            self._pump = threading.Thread(target=self._keep_turning, name="ringkv", daemon=True)
-            self._pump.start()
+        call.pumped = True
+        with self._pumping:
+            self._submit(call)
+            if self._pump is None or not self._pump.is_alive():
+                self._pump = threading.Thread(target=self._keep_turning, name="ringkv", daemon=True)
+                self._pump.start()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -167,10 +168,12 @@ class Serving:
         """Take turns as long as a call is open that waits for them."""
         while True:
             with self._drive:
-                loop = self.loop
-                self._pumped = [call for call in self._pumped if call.open.locked() and not call.ended]
-                if loop is None or not self._pumped:
-                    self._pump = None
-                    return
+                with self._pumping:
+                    loop = self.loop
+                    if loop is not None:
+                        loop.tidy()
+                    if loop is None or not any(call.pumped for call in loop.calls):
+                        self._pump = None
+                        return
                 with suppress(Exception):  # those whose step it was hear of it in the next turn
                     self._turn(loop)
