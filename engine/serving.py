@@ -46,9 +46,10 @@ class Serving:
         return call
 
     def cancel(self, index: int) -> bool:
-        """End the requests with this index, of every call; returns whether there is one."""
+        """End the requests with this index, of every call; returns whether a call is open."""
+        # Of a copy, and without a lock: signal handlers come here too.
         calls = [call for reference in self._calls.valuerefs() if (call := reference()) is not None and not call.ended]
-        for call in calls:  # a copy: signal handlers come here too
+        for call in calls:
             call.cancelled.add(index)
         return bool(calls)
 

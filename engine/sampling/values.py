@@ -123,9 +123,6 @@ class Sampling:
         Raises:
             RingkvError: a value of the file that is in force and not accepted, by its name there.
         """
-        cached = generation_config.get("use_cache")
-        if not isinstance(cached, bool | None):  # transformers would take 0 for a cache in one place and not in another
-            raise refusal(f"{FILE}: use_cache", cached, "true or false")
         theirs = _in_force(params, generation_config)
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
@@ -192,6 +189,8 @@ def _in_force(params: SamplingParams, generation_config: Mapping[str, Any]) -> d
     found: dict[str, Any] = {}
     left = [name for name in DEFAULTS if getattr(params, name) == getattr(_UNTOUCHED, name)]
     keys = Keys(generation_config, f"{FILE}: ")
+    # transformers would take 0 for a cache in one place and not in another.
+    keys.choice("use_cache", (True, False, None), None)
     if "temperature" in left and keys.choice("do_sample", (True, False, None), None) is False:
         found["temperature"] = 0.0
         left = [name for name in left if name not in _FILTERS]

@@ -34,8 +34,10 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
         if len(source) > _MAX_SOURCE:
             raise RingkvError(f"chat template: {len(source)} characters; accepted are up to {_MAX_SOURCE}")
-        if any("\ud800" <= char <= "\udfff" for char in source):
-            raise RingkvError("chat template: it holds half a surrogate pair, which is not valid Unicode")
+        try:
+            source.encode()
+        except UnicodeEncodeError as error:
+            raise RingkvError("chat template: it holds half a surrogate pair, which is not valid Unicode") from error
         self.source = source
         self._special_tokens: dict[str, Any] = dict(special_tokens or {})
         self._sandbox = Sandbox()

@@ -183,7 +183,9 @@ def test_a_greedy_lane_takes_the_lowest_of_ties_beside_one_that_draws():
 
 @pytest.mark.parametrize("value", [0, 1, "false", []])
 def test_use_cache_of_a_checkpoint_is_true_or_false(value):
-    with pytest.raises(RingkvError, match=r"generation_config\.json: use_cache = .*: accepted is true or false"):
+    with pytest.raises(
+        RingkvError, match=r"generation_config\.json: use_cache = .*: accepted is true or false or null"
+    ):
         Sampling.resolve(SamplingParams(), {"use_cache": value})
     for plain in (True, False, None):
         assert not Sampling.resolve(SamplingParams(), {"use_cache": plain}).warnings
