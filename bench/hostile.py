@@ -75,16 +75,16 @@ def interrupted(engine: Engine, prompt: list[int], params: SamplingParams, after
 
 def round_of_interrupts(draw: random.Random) -> bool:
     engine, (prompt, params) = engine_of(draw, draw.randint(1, 3)), request(draw)
-    wanted = engine.generate(prompt, params)
+    (wanted,) = engine.generate([prompt], params)
     interrupted(engine, prompt, params, draw.randint(1, interrupted(engine, prompt, params, -1)))
-    done = engine.generate(prompt, params)
-    return done.token_ids == wanted.token_ids and done.ring == wanted.ring  # type: ignore[union-attr]
+    (done,) = engine.generate([prompt], params)
+    return done.token_ids == wanted.token_ids and done.ring == wanted.ring
 
 
 def round_of_callers(draw: random.Random) -> bool:
     engine = engine_of(draw, draw.randint(1, 4))
     asked = [request(draw) for _ in range(12)]
-    wanted = [engine.generate(*each).token_ids for each in asked]  # type: ignore[union-attr]
+    wanted = [engine.generate([prompt], params)[0].token_ids for prompt, params in asked]
     leaves = [draw.choice([1000, 1000, draw.randint(1, 20)]) for _ in asked]  # after how many tokens
     found: dict[int, list[int]] = {}
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing, contextmanager, suppress
+from contextlib import aclosing, closing, contextmanager
 from functools import cached_property, partial
 from itertools import repeat
 from typing import Any, Literal, TypeAlias, overload
@@ -42,7 +41,6 @@ from ringkv.models.weights import load_weights
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 ROUGHLY = 128  # bytes for each number in the rows of a token: far more than reading it takes, so nothing is planned
-ASYNC_QUEUE = 256  # calls of an event loop that may wait in an engine beside those that have a lane
 
 
 class Engine:
@@ -121,8 +119,6 @@ class Engine:
         self._kind = {"dtype": dtypes, "backend": self.backend}
         self._ring_about = about_ring(self.ring)
         self._serving = Serving(Loop(self._runner, self._start, self._report, self._check_room), self._limited)
-        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
-        self._places = weakref.WeakKeyDictionary()
 
     @classmethod
     def from_pretrained(
@@ -197,13 +193,13 @@ class Engine:
 
         Cancelling the task ends its requests. See ``astream`` for what happens where there are many.
         """
-        async with self._place():
+        async with self._serving.place(self.lanes):
             batch = self.prompts.is_batch(prompts)
             if batch:
                 call = self._call_all(prompts, params, raw, trace)
             else:
                 call = self._call(await asyncio.to_thread(self._prepare, prompts, params, 0, raw, trace), trace=trace)
-            async with aclosing(self._aevents(call)) as events:
+            async with aclosing(self._serving.aevents(call)) as events:
                 done = [(index, event.completion) async for index, event in events if event.completion is not None]
         samples = _in_order(done)
         return samples if batch or len(samples) > 1 else samples[0]
@@ -241,16 +237,16 @@ class Engine:
     ) -> AsyncGenerator[StreamEvent, None]:
         """``stream`` for a task of an event loop. Closing it, or cancelling the task, ends the request.
 
-        Requests of all tasks and threads share the lanes and are read in turn. Up to ``lanes + ASYNC_QUEUE`` calls of
-        an event loop are served or wait in the engine; a task beyond these waits before its prompt is read. What a
-        task has not taken yet is kept for it, at most its ``max_tokens``, and holds up nobody.
+        Requests of all tasks and threads share the lanes and are read in turn. Up to ``lanes + serving.ASYNC_QUEUE``
+        calls of an event loop are served or wait in the engine; a task beyond these waits before its prompt is read.
+        What a task has not taken yet is kept for it, at most its ``max_tokens``, and holds up nobody.
         """
         if self.prompts.is_batch(prompt):
             raise RingkvError("astream: one prompt at a time; use agenerate for a list")
-        async with self._place():
+        async with self._serving.place(self.lanes):
             arguments = prompt, _one_sample(params), 0, raw, trace, begun
             call = self._call(await asyncio.to_thread(self._prepare, *arguments), trace=trace)
-            async with aclosing(self._aevents(call)) as events:
+            async with aclosing(self._serving.aevents(call)) as events:
                 async for _, event in events:
                     yield event
 
@@ -411,28 +407,6 @@ class Engine:
             for _, event in events:
                 yield event
 
-    async def _aevents(self, call: Call) -> AsyncGenerator[tuple[int, StreamEvent], None]:
-        """What a call gives, to a task; closing it cancels."""
-        tasks, came = asyncio.get_running_loop(), asyncio.Event()
-
-        def notify() -> None:
-            with suppress(RuntimeError):  # the event loop is closed
-                tasks.call_soon_threadsafe(came.set)
-
-        call.notify = notify
-        with call.open:
-            self._serving.submit_pumped(call)
-            while True:
-                came.clear()
-                ended, error = call.ended, call.error
-                while call.ready:
-                    yield call.ready.popleft()
-                if error is not None:
-                    raise error
-                if ended:
-                    return
-                await came.wait()
-
     def _report(self, generation: Generation, recorder: Recorder | None) -> Completion:
         record = None
         if recorder is not None and generation.retained:  # its prompt was read
@@ -469,10 +443,6 @@ class Engine:
     def _limited(self, work: Callable[[], None]) -> None:
         with self._limits():
             work()
-
-    def _place(self) -> asyncio.Semaphore:
-        """What a task of this event loop holds while its call is served or waits."""
-        return self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.lanes + ASYNC_QUEUE))
 
     @contextmanager
     def _limits(self) -> Iterator[None]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
+from functools import partial
 
 from ringkv.engine.completion import StreamEvent
 from ringkv.engine.loop import Call, Loop
 from ringkv.errors import RingkvError
 
+ASYNC_QUEUE = 256  # calls of an event loop that may wait in an engine beside those that have a lane
 PATIENCE = 0.02  # seconds that a caller waits for another thread's step before it stands in line to step itself
 
 
@@ -36,6 +39,8 @@ class Serving:
         self._in_line: Call | None = None  # whose caller waits for it
         self._pump: threading.Thread | None = None
         self._pumping = threading.Lock()  # held while a call comes to the pump, and while the pump decides to end
+        self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._places = weakref.WeakKeyDictionary()
         self._process = os.getpid()
         self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
 
@@ -83,8 +88,33 @@ class Serving:
         finally:
             self._tidy()
 
-    def submit_pumped(self, call: Call) -> None:
-        """Serve a call, which is open, from a thread of the engine's own; ``call.notify`` hears of what comes."""
+    async def aevents(self, call: Call) -> AsyncGenerator[tuple[int, StreamEvent], None]:
+        """Serve a call, to a task, from a thread of the engine's own. Closing it cancels what still runs."""
+        tasks, came = asyncio.get_running_loop(), asyncio.Event()
+
+        def notify() -> None:
+            with suppress(RuntimeError):  # the event loop is closed
+                tasks.call_soon_threadsafe(came.set)
+
+        call.notify = notify
+        with call.open:
+            self._submit_pumped(call)
+            while True:
+                came.clear()
+                ended, error = call.ended, call.error
+                while call.ready:
+                    yield call.ready.popleft()
+                if error is not None:
+                    raise error
+                if ended:
+                    return
+                await came.wait()
+
+    def place(self, lanes: int) -> asyncio.Semaphore:
+        """What a task of this event loop holds while its call is served or waits; there are ``lanes + ASYNC_QUEUE``."""
+        return self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(lanes + ASYNC_QUEUE))
+
+    def _submit_pumped(self, call: Call) -> None:
         call.pumped = True
         with self._pumping:
             self._submit(call)
@@ -97,12 +127,12 @@ class Serving:
         """Inside, no request runs: those that did are served to their end first, and those that wait go on waiting."""
         self.check()
         with self._drive:
+            loop = self._opened()
+            loop.tidy()
+            while loop.running:
+                self._turn(loop, admit=False)
             self._driver = threading.get_ident()
             try:
-                loop = self._opened()
-                loop.tidy()
-                while loop.running:
-                    self._limits(lambda: loop.turn(admit=False))
                 yield
             finally:
                 self._driver = None
@@ -150,11 +180,11 @@ class Serving:
         waits = self._in_line
         return self._driver is not None or (waits is not None and waits is not call and waits.open.locked())
 
-    def _turn(self, loop: Loop) -> None:
+    def _turn(self, loop: Loop, admit: bool = True) -> None:
         self._driver = threading.get_ident()
         try:
             # What a turn sets for itself, such as the backend, is gone when it ends, however it ends.
-            copy_context().run(self._limits, loop.turn)
+            copy_context().run(self._limits, partial(loop.turn, admit))
         finally:
             self._driver = None
 

@@ -299,7 +299,7 @@ def test_tasks_share_the_lanes():
 
 
 def test_tasks_beyond_the_queue_wait_and_are_served(monkeypatch):
-    monkeypatch.setattr("ringkv.engine.engine.ASYNC_QUEUE", 1)
+    monkeypatch.setattr("ringkv.engine.serving.ASYNC_QUEUE", 1)
     engine, most = engine_of(lanes=1), []
     register = engine._serving.register
 
