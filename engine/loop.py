@@ -52,21 +52,22 @@ class Call:
         self.notify: Callable[[], None] = lambda: None
         self.pumped = False
 
-    def fetch(self) -> None:
-        """Prepare the next prompt, if no request waits."""
+    def fetch(self) -> bool:
+        """Prepare the next prompt, if no request waits; returns whether one waits now, or was answered."""
         if self.coming or self.exhausted:
-            return
+            return bool(self.coming)
         try:
             index, wave = next(self._waves, (0, None))
         except Exception as error:  # of an iterator of the caller's
             self.fail(error)
-            return
+            return False
         if wave is None:
             self.exhausted = True
         elif isinstance(wave, Completion):
             self.serve(index, StreamEvent("", completion=wave))
         else:
             self.coming.extend(wave)
+        return wave is not None
 
     def serve(self, index: int, event: StreamEvent) -> None:
         """Hand out an event."""
@@ -157,19 +158,21 @@ class Loop:
         """Drop what belongs to calls that are not open, and end those of which nothing is left."""
         if self._broken:
             self._recover()
-        while self.arrived:
+        while self.arrived:  # in both for a moment, so that no interrupt loses it
             self.calls.append(self.arrived[0])
             self.arrived.popleft()
+        # Asked once: a call that is closed meanwhile goes next time, with its lanes.
+        calls = [call for call in dict.fromkeys(self.calls) if call.open.locked()]
         for lane, seat in list(self.running.items()):
-            if not seat.call.open.locked() or seat.call.error is not None:
+            if seat.call not in calls or seat.call.error is not None:
                 self.ring.stop(lane)
                 del self.running[lane]
         busy = {id(seat.call) for seat in self.running.values()}
-        for call in self.calls:
+        for call in calls:
             if call.exhausted and id(call) not in busy and not call.ended:
                 call.ended = True
                 call.notify()
-        self.calls = [call for call in dict.fromkeys(self.calls) if call.open.locked() and not call.ended]
+        self.calls = [call for call in calls if not call.ended]
         recorders = [call.recorder for call in self.calls if call.recorder is not None]
         if recorders != self._recorders:
             others = [observer for observer in self.ring.observers if observer not in self._recorders]
@@ -215,12 +218,9 @@ class Loop:
         for _ in self.calls:
             self._last = (self._last + 1) % len(self.calls)
             call = self.calls[self._last]
-            before = len(call.ready)
-            call.fetch()
-            if call.coming:
-                self._read_prompt(call)
-                return True
-            if len(call.ready) > before:
+            if call.fetch():
+                if call.coming:  # else it was refused
+                    self._read_prompt(call)
                 return True
         return False
 

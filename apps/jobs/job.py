@@ -103,7 +103,7 @@ class Job:
     """A file of prompts with its results, checked, locked and ready to run. A context manager.
 
     Every row is read once before anything runs, so that a file with a bad line is refused as a whole, and again when
-    an engine asks for it. Between, its id, its digest and where it lies are kept, some 200 bytes.
+    an engine asks for it. Between, its id, its digest and where it lies are kept, near 150 bytes.
 
     Beside the output lies ``<output>.ringkv.json``: the settings, the run's seed, a hash of each row. Where the output
     holds results already, the run resumes: settings and rows must be the same (more rows may follow), the seed is taken

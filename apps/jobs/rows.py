@@ -195,7 +195,7 @@ def _twice_readable(source: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def _copied(file: IO[bytes]) -> IO[bytes]:
-    copy: Any = tempfile.SpooledTemporaryFile(_SPOOLED)  # noqa: SIM115
+    copy: Any = tempfile.SpooledTemporaryFile(_SPOOLED)  # noqa: SIM115 - Rows closes it
     shutil.copyfileobj(file, copy)
     copy.seek(0)
     return cast("IO[bytes]", copy)

@@ -131,7 +131,7 @@ def test_the_plan_lists_what_ends_a_text(tiny_chat_checkpoint, tiny_checkpoint, 
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     code, table, _ = plan(tmp_path / "broken")
     assert code == 0
-    assert f"a text ends at: {id} (of the configuration alone: {tmp_path}/broken/tokenizer.json: not a" in table
+    assert f"a text ends at: {id} (of the configuration alone: {tmp_path}/broken/tokenizer.json: not valid" in table
 
 
 def test_a_hub_id_whose_tokenizer_is_downloaded_lists_its_endings(config_only, tiny_chat_checkpoint, tmp_path):
