@@ -110,7 +110,7 @@ def make(decoder: Decoder, config: RingConfig, lanes: int, setting: Setting, cap
         return Runner(decoder, ring, sampler, steering)
 
 
-def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None) -> Runner:
+def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None, staggered: bool = False) -> Runner:
     """Start every lane with one token, or bring all lanes to where so many more evictions have happened.
 
     The keys and values of an aged ring are random.
@@ -120,6 +120,7 @@ def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None
         evictions: how many more evictions; 0 starts the lanes afresh.
         backend: the path that computes.
         clock: is marked before and after each eviction of all layers and lanes.
+        staggered: evict lane by lane, as where the lanes fill at different steps.
     """
     ring, window = runner.ring, runner.ring.config.window
     with use(backend), torch.inference_mode():
@@ -142,12 +143,12 @@ def age(runner: Runner, evictions: int, backend: str, clock: Clock | None = None
             ring.position.scatter_(3, ring.order[..., count:].long(), marks)
             ring.count.fill_(ring.config.capacity)
             ring.seen += len(new)
-            ring.counts[:] = ring.config.capacity - 1  # settle() counts the last one
-            ring.unobserved[:] = min(window, count) - 1
+            ring.counts[:], ring.unobserved[:], ring.spans[:] = ring.config.capacity - 1, 0, ring.config.capacity
             if clock is not None:
                 clock.mark()
-            ring.follow()
-            evict_due(ring)
+            for lanes in [[lane] for lane in range(ring.lanes)] if staggered else [list(range(ring.lanes))]:
+                ring.counts[:, lanes], ring.unobserved[:, lanes] = ring.config.capacity, min(window, count)
+                evict_due(ring)
             if clock is not None:
                 clock.mark()
     return runner

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import logging
+import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringkv.engine.ring.evict import warm_up
+from ringkv.engine.ring.admit import admit
+from ringkv.engine.ring.evict import evict_once
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Drawn, Runner
 from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
+from ringkv.errors import RingkvError
 from ringkv.kernels.backend import path_of
 from ringkv.models.decoder import Decoder
 from ringkv.models.moe import FEW_ROWS
@@ -22,6 +26,10 @@ from ringkv.models.moe import FEW_ROWS
 Outputs = tuple[Tensor, Tensor | None, Tensor]  # tokens [B], which were forced [B], logits [B, V]
 DeviceStep = Callable[[], Outputs]
 WARM_UP = 3
+SLOW = 3.0  # seconds that a start may take before it says what it does
+COMPILING = "compiling the kernels for this model on this GPU: up to a minute at the first start, kept for later ones"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,15 +40,29 @@ class Flight:
     landed: torch.cuda.Event | None
 
 
-@functools.cache
-def _side_stream(device: int) -> torch.cuda.Stream:
-    """The stream that graphs of a device are made on: cuBLAS takes a workspace for every stream that it meets."""
-    return torch.cuda.Stream(device)
+_captured_on: weakref.WeakSet[torch.cuda.Stream] = weakref.WeakSet()  # streams of the graphs that live
+
+
+def _own_stream() -> torch.cuda.Stream:
+    """A stream of the current device that no living graph was captured on.
+
+    A graph that ends clears the cuBLAS workspaces of its stream, so two graphs must not share one. torch hands out its
+    32 streams of a device in turn.
+    """
+    for _ in range(64):
+        stream = torch.cuda.Stream()
+        if stream not in _captured_on:
+            _captured_on.add(stream)
+            return stream
+    raise RingkvError("engine: every stream of this GPU holds the captured step of an open engine; close some of them")
 
 
 def capture(step: DeviceStep) -> DeviceStep:
-    """``step`` as a CUDA graph: calling it replays the graph; what it returns are always the same tensors."""
-    stream = _side_stream(torch.cuda.current_device())
+    """``step`` as a CUDA graph: calling it replays the graph; what it returns are always the same tensors.
+
+    The stream of the capture is the graph's own for as long as the graph lives.
+    """
+    stream = _own_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # Compiles and loads what cannot be while a graph is captured.
@@ -52,7 +74,7 @@ def capture(step: DeviceStep) -> DeviceStep:
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         outputs = step()
 
-    def replay() -> Outputs:
+    def replay(owner: torch.cuda.Stream = stream) -> Outputs:  # holds it
         graph.replay()
         return outputs
 
@@ -87,9 +109,30 @@ class GraphRunner(Runner):
         self._cuda = model.device.type == "cuda"
         # Two sets of host buffers: the device fills one while the host reads the other.
         self._buffers: deque[dict[int, Tensor]] = deque([{}, {}])
-        with torch.inference_mode(), torch.cuda.device_of(ring.k):
-            self._replay = captured(self.device_step)
-            warm_up(ring)
+        slow = threading.Timer(SLOW, log.warning, [COMPILING])
+        slow.start()
+        try:
+            with torch.inference_mode(), torch.cuda.device_of(ring.k):
+                self._replay = captured(self.device_step)
+                self._warm_up()
+        finally:
+            slow.cancel()
+
+    def _warm_up(self) -> None:
+        """Compile what is launched outside the graph: a lane's first draw, evictions, and what prompts are ranked by.
+
+        Idle lane 0 is used for it, and is empty afterwards.
+        """
+        model, ring, config = self.model, self.ring, self.model.config
+        evict_once(ring)
+        n = ring.config.capacity + 1 if ring.policy.evicts else 1
+        widths = (config.heads + 2 * config.kv_heads) * config.head_dim
+        qkv = torch.zeros(n, widths, dtype=model.dtype, device=model.device)
+        angles = model.angles(torch.arange(n, device=model.device), n)[0]
+        admit(ring, 0, 0, *model.split(model.layers[0], qkv, angles), None)
+        hidden = torch.zeros(1, config.hidden_size, dtype=model.dtype, device=model.device)
+        self.steering.apply(self.sampler.draw(model.logits(hidden), ring, [0]), [0])
+        ring.reset(0, seed=0)
 
     @torch.inference_mode()
     def launch(self) -> None:
@@ -104,6 +147,16 @@ class GraphRunner(Runner):
             landed.record(torch.cuda.current_stream(self.model.device))
         self._flights.append(Flight(fields, landed))
         self.after_step()
+
+    @torch.inference_mode()
+    def forward(self, token: Tensor) -> Tensor:
+        """A step whose draw is not used: append ``token`` [B] to the running lanes; returns the next logits [B, V]."""
+        self.ring.next_token.copy_(token)
+        running = self.ring.active.clone()
+        logits = self._replay()[2].clone()
+        self.ring.active.copy_(running)  # a draw stops a lane whose row is not finite
+        self.after_step()
+        return logits
 
     def collect(self) -> Drawn:
         """The tokens of the oldest step that was launched and not collected."""

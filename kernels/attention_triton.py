@@ -14,9 +14,10 @@ from ringkv.kernels.rotate import Angles
 
 TILE_BYTES = 16384  # of keys, and as many of values, that a program reads at once
 PROGRAMS = 264  # two for each multiprocessor of a large GPU: all run at once
+MERGED = 16  # splits that are joined at once; all of them in registers would spill
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _attend(
     q,
     k,
@@ -28,6 +29,7 @@ def _attend(
     parts,
     stats,
     slots,
+    splits,
     scale,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -35,7 +37,6 @@ def _attend(
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
 ):
     """One split of one lane and KV head: its weighted values, their greatest logit and the sum of their weights."""
     lane = tl.program_id(0) // KV_HEADS
@@ -44,7 +45,7 @@ def _attend(
     # Until its first eviction a lane fills the slots in order; the new token is not counted yet.
     span = tl.where(tl.load(evictions + lane) > 0, slots, tl.minimum(tl.load(count + lane) + 1, slots))
     span = tl.where(tl.load(active + lane) != 0, span, 0)
-    chunk = tl.cdiv(tl.cdiv(span, BLOCK), SPLITS) * BLOCK
+    chunk = tl.cdiv(tl.cdiv(span, BLOCK), splits) * BLOCK
 
     row = tl.arange(0, ROWS)
     d = tl.arange(0, WIDE)
@@ -73,28 +74,35 @@ def _attend(
         total = total * fade + tl.sum(weight, 1)
         greatest = above
 
-    part = head * SPLITS + split
+    part = head * splits + split
     tl.store(parts + part[:, None] * D + d[None, :], mixed, mask=own)
     tl.store(stats + part * 2, greatest, mask=row < GROUP)
     tl.store(stats + part * 2 + 1, total, mask=row < GROUP)
 
 
-@triton.jit
-def _merge(parts, stats, out, scale, D: tl.constexpr, WIDE: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Join the splits of one query head by their log-sum-exp."""
+@triton.jit(do_not_specialize=["splits"])
+def _merge(parts, stats, out, splits, scale, D: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Join the splits of one query head by their log-sum-exp, COLUMNS at a time."""
     head = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, COLUMNS)
     d = tl.arange(0, WIDE)
-    part = head * SPLITS + split
-    greatest = tl.load(stats + part * 2, mask=split < SPLITS, other=float("-inf"))
-    total = tl.load(stats + part * 2 + 1, mask=split < SPLITS, other=0.0)
-    above = tl.max(greatest, 0)
-    weight = tl.exp((greatest - tl.where(above == float("-inf"), 0.0, above)) * scale)
-    inside = (split < SPLITS)[:, None] & (d < D)[None, :]
-    mixed = tl.load(parts + part[:, None] * D + d[None, :], mask=inside, other=0.0)
-    whole = tl.sum(total * weight, 0)
-    mixed = tl.sum(mixed * weight[:, None], 0) / tl.where(whole > 0, whole, 1.0)
-    tl.store(out + head * D + d, mixed, mask=d < D)
+    greatest = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    mixed = tl.zeros([WIDE], tl.float32)
+    for start in range(0, splits, COLUMNS):
+        split = start + tl.arange(0, COLUMNS)
+        part = head * splits + split
+        top = tl.load(stats + part * 2, mask=split < splits, other=float("-inf"))
+        sums = tl.load(stats + part * 2 + 1, mask=split < splits, other=0.0)
+        above = tl.maximum(greatest, tl.max(top, 0))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        weight = tl.exp((top - safe) * scale)
+        fade = tl.exp((greatest - safe) * scale)
+        inside = (split < splits)[:, None] & (d < D)[None, :]
+        values = tl.load(parts + part[:, None] * D + d[None, :], mask=inside, other=0.0)
+        mixed = mixed * fade + tl.sum(values * weight[:, None], 0)
+        total = total * fade + tl.sum(sums * weight, 0)
+        greatest = above
+    tl.store(out + head * D + d, mixed / tl.where(total > 0, total, 1.0), mask=d < D)
 
 
 def attend(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles: Angles, ring: LayerRing) -> Tensor:
@@ -125,6 +133,7 @@ def decode_attention(q: Tensor, ring: LayerRing) -> Tensor:
         parts,
         stats,
         slots,
+        splits,
         scale,
         kv_heads,
         group,
@@ -132,11 +141,10 @@ def decode_attention(q: Tensor, ring: LayerRing) -> Tensor:
         max(16, triton.next_power_of_2(group)),
         wide,
         block,
-        splits,
         num_warps=4,
         # Marks are read a stage before the keys that they mask: five stages keep two blocks of each under way.
         num_stages=2 if torch.version.hip else 5,
     )
     out = torch.empty_like(q)
-    _merge[(lanes * heads,)](parts, stats, out, scale, d, wide, splits, triton.next_power_of_2(splits), num_warps=2)
+    _merge[(lanes * heads,)](parts, stats, out, splits, scale, d, wide, MERGED, num_warps=4)
     return out

@@ -105,6 +105,8 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
         RingkvError: one that cannot run here.
     """
     check(backend)
+    if device.type == "cuda" and dtype == torch.float64:
+        raise RingkvError("dtype: 'float64' is computed on a CPU only; a GPU accepts float32, float16 and bfloat16")
     if backend == "native":
         if device.type != "cpu" or dtype != torch.float32:
             kind = str(dtype).removeprefix("torch.")
@@ -116,14 +118,14 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype) -> str:
             raise RingkvError("backend: 'triton' needs a GPU, the device is cpu; accepted are auto, torch and native")
         if dtype == torch.float64:
             raise RingkvError("backend: 'triton' computes in float32, float16 and bfloat16, not in float64")
-        if not _installed():
-            raise RingkvError("backend: 'triton' is not installed; run: pip install triton")
+        if (why := _no_triton(device)) is not None:
+            raise RingkvError(f"backend: 'triton' cannot run here: {why}")
     return _automatic(device, dtype) if backend == "auto" else backend
 
 
 def _automatic(device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cuda":
-        return "triton" if dtype != torch.float64 and _found() else "torch"
+        return "triton" if dtype != torch.float64 and _no_triton(device) is None else "torch"
     return "native" if device.type == "cpu" and dtype == torch.float32 and _not_compiled() is None else "torch"
 
 
@@ -139,17 +141,17 @@ def _not_compiled() -> str | None:
 
 
 @functools.cache
-def _found() -> bool:
-    """Whether triton can be imported; says so once where it cannot."""
-    if not _installed():
-        log.warning("triton is not installed: the GPU runs the torch path, which is slower")
-    return _installed()
-
-
-@functools.cache
-def _installed() -> bool:
+def _no_triton(device: torch.device) -> str | None:
+    """Why no kernel can be launched on a device; None where one can, which is found out by launching one."""
     try:
         importlib.import_module("triton")
+        with use("triton"):
+            OPERATIONS["philox"](torch.zeros(1, dtype=torch.int64, device=device), 0, 0, 0, 0)
     except ImportError:
-        return False
-    return True
+        why = "triton is not installed; run: pip install triton"
+    except Exception as error:  # no C compiler, a GPU that is too old, and whatever else a driver may say
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+    else:
+        return None
+    log.warning("a GPU runs the torch path, which is slower: %s", why)
+    return why

@@ -14,7 +14,7 @@ from ringkv.kernels.pairs import layers_and_lanes
 from ringkv.kernels.precision import float32_dot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _key_scores(
     k, order, layers, lanes, linear, squared, moduli, out,
     k_layer, k_lane, k_head, k_slot, n, rows,
@@ -84,7 +84,7 @@ def key_scores(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _lengths(
     x, order, layers, lanes, out, x_layer, x_lane, x_head, x_slot, n,
     KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,

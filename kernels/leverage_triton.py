@@ -14,7 +14,7 @@ from ringkv.kernels.pairs import layers_and_lanes
 from ringkv.kernels.precision import float32_dot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _leverage(
     k, v, order, layers, lanes, projection, out,
     k_layer, k_lane, k_head, k_slot, v_layer, v_lane, v_head, v_slot, n, rank,

@@ -16,8 +16,12 @@ def _at(pointer, x, y, z, sx, sy, sz, mask):
     return tl.load(pointer + x * sx + y * sy + z * sz, mask=mask, other=0)
 
 
+# Sizes, strides and addresses differ from one use to the next: a single variant serves all of them.
+_ARGUMENTS = ["seed", "total", "ny", "nz", *(f"{c}_{axis}" for c in ("seed", "c0", "c1", "c2", "c3") for axis in "xyz")]
+
+
 # fmt: off
-@triton.jit
+@triton.jit(do_not_specialize=["c0", "c1", "c2", "c3", *_ARGUMENTS])
 def _philox(
     seed, c0, c1, c2, c3, out, total, ny, nz,
     seed_x, seed_y, seed_z, c0_x, c0_y, c0_z, c1_x, c1_y, c1_z, c2_x, c2_y, c2_z, c3_x, c3_y, c3_z,

@@ -54,7 +54,8 @@ def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # The fused kernels for float32 cannot group heads; repeating one layer's keys is cheap beside n x n scores.
         if q.itemsize > 2:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        # In this order: cuDNN, which torch prefers on some GPUs, makes a plan for every new length.
         fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        with sdpa_kernel(fused):
+        with sdpa_kernel(fused, set_priority=True):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out[0].transpose(0, 1)

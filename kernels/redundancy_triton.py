@@ -21,7 +21,7 @@ def _norms(keys):
     return tl.sqrt(tl.sum(keys * keys, 1)) + 1e-8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _last_match(
     k, order, layers, lanes, last, stride_layer, stride_lane, stride_head, stride_slot, n, threshold,
     KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
@@ -45,7 +45,7 @@ def _last_match(
     tl.store(last + (pair * KV_HEADS + head) * n + row, found, mask=row < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _column_means(
     k, order, layers, lanes, last, out, stride_layer, stride_lane, stride_head, stride_slot, n,
     KV_HEADS: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,

@@ -65,7 +65,7 @@ def _unseen(position, at, n, query_position, row, w):
     return own[None, :] > tl.load(query_position + row, mask=row < w, other=0)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["w", "n"])
 def _window_softmax(
     queries, k, order, layers, lanes, only, position, query_position, stats,
     q_layer, q_lane, q_head, q_row, k_layer, k_lane, k_head, k_slot, w, n, scale,
@@ -107,7 +107,7 @@ def _window_softmax(
     tl.store(cell + 1, total, mask=row < w)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["w", "n"])
 def _window_weights(
     queries, k, order, layers, lanes, only, position, query_position, since, stats, out,
     q_layer, q_lane, q_head, q_row, k_layer, k_lane, k_head, k_slot, w, n, scale, share,
@@ -186,18 +186,21 @@ def summed_attention(
         raise MemoryError(f"{w} queries of {len(pairs)} pairs need more than the scratch of {scratch.nbytes} bytes")
     out = torch.empty(len(pairs), ranked // summed, n, dtype=torch.float32, device=order.device)
     position, query_position, since = (order, order, order) if causal is None else (x.contiguous() for x in causal)
-    block = 64 if w == 1 else tile(queries)
-    rows = 1 if w == 1 else max(16, min(triton.next_power_of_2(w), block))
+    alone = w == 1 and causal is None
+    block = 64 if alone else tile(queries)
+    # Without a mask the queries are the window's, or its last one. With one they may be a prompt's, of any length.
+    rows = 1 if alone else block if causal is not None else max(16, min(triton.next_power_of_2(w), block))
     strides = (*queries.stride()[:4], *k.stride()[:4])
     shape = (kv_heads, heads, d, triton.next_power_of_2(d), only is not None, most)
     _window_softmax[(len(pairs) * ranked, triton.cdiv(w, rows))](
         queries, k, order, layers, lanes, only, position, query_position, stats, *strides, w, n, d**-0.5,
-        *shape, causal is not None, rows, block, float32_dot(), num_warps=4, num_stages=2,
+        *shape, causal is not None, rows, block, float32_dot(), num_warps=8 if most > 1 else 4, num_stages=2,
     )  # fmt: skip
     _window_weights[(len(pairs) * ranked // summed, triton.cdiv(n, block))](
         queries, k, order, layers, lanes, only, position, query_position, since, stats, out, *strides, w, n, d**-0.5,
         share, *shape, summed, group == "max", causal is not None, rows, block, float32_dot(),
-        num_warps=4, num_stages=2,
+        # What several heads need at once would spill.
+        num_warps=8 if summed > 1 else 4, num_stages=1 if summed > 1 else 2,
     )  # fmt: skip
     return out
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringkv.kernels.pairs import layers_and_lanes
 
-BLOCK = 2048  # at most; a whole row in registers spills
+BLOCK = 2048  # a whole row in registers spills
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _keys(priority, protected, start, width, BLOCK: tl.constexpr):
     return bits, inside & (tl.load(protected + at, mask=inside, other=1) == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "count"])
 def _lowest(priority, protected, counts, victim, width, count, OWN_COUNT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     priority, protected, victim = priority + row * width, protected + row * width, victim + row * width
@@ -61,7 +61,7 @@ def _lowest(priority, protected, counts, victim, width, count, OWN_COUNT: tl.con
         tied += tl.sum(equal, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["candidates", "n", "slots", "victims"])
 def _partition(
     victim, slot, layers, lanes, order, position, count, freed, candidates, n, slots, victims,
     LANES: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr,
@@ -87,7 +87,7 @@ def _partition(
         gone += tl.sum(leaves.to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "victims"])
 def _count_eviction(layers, lanes, count, evictions, n, victims, LANES: tl.constexpr):
     pair = tl.program_id(0)
     cell = tl.load(layers + pair) * LANES + tl.load(lanes + pair)
@@ -103,9 +103,8 @@ def lowest(priority: Tensor, protected: Tensor, count: int | Tensor) -> Tensor:
     victim = torch.empty_like(protected)
     own = isinstance(count, Tensor)
     counts = count.expand(*priority.shape[:-1], 1).contiguous() if isinstance(count, Tensor) else priority
-    block = min(BLOCK, triton.next_power_of_2(width))
     _lowest[(priority.numel() // width,)](
-        priority, protected, counts, victim, width, 0 if own else count, own, block, num_warps=8
+        priority, protected, counts, victim, width, 0 if own else count, own, BLOCK, num_warps=8
     )
     return victim
 
@@ -129,7 +128,7 @@ def free(
     freed = torch.empty(len(pairs), kv_heads, victims, dtype=torch.int64, device=slot.device)
     _partition[(len(pairs) * kv_heads,)](
         victim, slot, layers, lanes, order, position, count, freed, victim.shape[-1], n, slots, victims,
-        batch, kv_heads, min(BLOCK, triton.next_power_of_2(n)), num_warps=8,
+        batch, kv_heads, BLOCK, num_warps=8,
     )  # fmt: skip
     _count_eviction[(len(pairs),)](layers, lanes, count, evictions, n, victims, batch, num_warps=1)
     return freed

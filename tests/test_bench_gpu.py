@@ -29,7 +29,7 @@ KEYS = {
     "transformers": {"rows", "seconds"},
 }
 ROWS = {
-    "eviction": {"model", "policy", "lanes", "ms", "step_ms", "share"},
+    "eviction": {"model", "policy", "lanes", "ms", "staggered_ms", "step_ms", "share"},
     "prefill": {"dtype", "tokens", "ms", "extra"},
     "memory": {"model", "plan", "held", "peak", "workspaces", "ratio"},
     "transformers": {"model", "lanes", "ms", "why"},

@@ -34,7 +34,7 @@ class Clock:
         """Now, or when the device gets here."""
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())
@@ -44,7 +44,7 @@ class Clock:
         pairs = zip(self._marks, self._marks[1:], strict=False)
         if self.device.type != "cuda":
             return [1e3 * (after - before) for before, after in pairs]
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
         return [before.elapsed_time(after) for before, after in pairs]
 
 

@@ -74,8 +74,8 @@ def victims(held: Storage, live: Live, count: int) -> Tensor:
     return lowest(priority, live.protected, count)
 
 
-def warm_up(ring: Ring) -> None:
-    """Compile what evictions launch, while no lane runs: on the device nothing is full, so nothing is freed."""
+def evict_once(ring: Ring) -> None:
+    """Launch an eviction while no lane runs, to compile it: on the device nothing is full, so nothing is freed."""
     if not ring.policy.evicts:
         return
     mirrors = ring.counts, ring.evicted, ring.unobserved

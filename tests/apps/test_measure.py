@@ -158,6 +158,29 @@ def test_steps_are_read_as_late_as_the_runner_has_them():
     assert run_steps(Late(), 0) == []
 
 
+def test_a_clock_of_a_gpu_marks_the_stream_of_its_own_device(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            log.append(f"record on {stream}")
+
+        def elapsed_time(self, other):
+            return 2.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"a stream of {device}")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(f"wait for {device}"))
+    clock = Clock(torch.device("cuda", 1))
+    clock.mark()
+    clock.mark()
+    assert clock.between() == [2.5]
+    assert log == ["record on a stream of cuda:1"] * 2 + ["wait for cuda:1"]
+
+
 def test_a_run_draws_what_the_engine_draws():
     config = tiny_config()
     with Engine(tiny_decoder(config, tiny_weights(config)), ring=RingConfig(24, 4, "tova"), lanes=3) as engine:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import threading
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -13,13 +16,14 @@ from kernel_checks import NoReads
 from ringkv import Engine, RingConfig, SamplingParams
 from ringkv.engine import graph
 from ringkv.engine.graph import GraphRunner
-from ringkv.engine.ring.evict import evict_due, warm_up
+from ringkv.engine.ring.evict import evict_due
 from ringkv.engine.ring.integrity import check_integrity
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
 from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
 from ringkv.engine.sampling.values import Sampling
+from ringkv.errors import RingkvError
 from ringkv.kernels.backend import use
 from ringkv.models.decoder import Decoder
 from tiny import tiny_config, tiny_decoder, tiny_weights
@@ -131,7 +135,7 @@ def test_a_capture_warms_up_and_records_on_one_side_stream(monkeypatch):
         return torch.zeros(1), None, torch.zeros(1)
 
     side, main = Stream("side"), Stream("main")
-    monkeypatch.setattr(graph, "_side_stream", lambda device: side)
+    monkeypatch.setattr(graph, "_own_stream", lambda: side)
     cuda = {"current_device": lambda: 0, "current_stream": lambda: main, "stream": on, "graph": recording}
     replays = SimpleNamespace(replay=lambda: log.append("replay"))
     for name, fake in (cuda | {"CUDAGraph": lambda: replays}).items():
@@ -143,15 +147,120 @@ def test_a_capture_warms_up_and_records_on_one_side_stream(monkeypatch):
     assert log[-2:] == ["replay", "replay"]
 
 
-@pytest.mark.parametrize("policy", ["vase-attnv", "h2o", "full"])
-def test_warming_up_frees_nothing(policy):
-    ring = Ring(tiny_config(), RingConfig(40, 8, policy), 2, CPU, torch.float32)
+def test_no_two_graphs_share_a_stream(monkeypatch):
+    """With stand-ins for CUDA that hand out four streams in turn, as torch does 32."""
+
+    class Stream:
+        made = 0
+
+        def __init__(self):
+            Stream.made += 1
+            self.handle = Stream.made % 4
+
+        def __eq__(self, other):
+            return self.handle == other.handle
+
+        def __hash__(self):
+            return self.handle
+
+        def wait_stream(self, other):
+            pass
+
+    @contextmanager
+    def nothing(*args, **kwargs):
+        yield
+
+    monkeypatch.setattr(graph, "_captured_on", weakref.WeakSet())
+    for name, fake in {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": nothing,
+        "graph": nothing,
+        "CUDAGraph": SimpleNamespace,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def captured():
+        return graph.capture(lambda: (torch.zeros(1), None, torch.zeros(1)))
+
+    kept = [captured(), captured()]
+    for _ in range(10):
+        kept.append(captured())
+        assert len({stream.handle for stream in graph._captured_on}) == 3
+        kept.pop()
+    kept += [captured(), captured()]
+    with pytest.raises(RingkvError, match="every stream of this GPU"):
+        captured()
+    kept.pop()
+    captured()
+
+
+@pytest.mark.parametrize("policy", ["vase-attnv", "h2o", "triattention", "full"])
+def test_warming_up_leaves_the_ring_as_it_was(policy):
+    config = tiny_config("qwen3")
+    decoder, ring = (
+        tiny_decoder(config, tiny_weights(config, torch.float32)),
+        Ring(config, RingConfig(40, 8, policy), 2, CPU, torch.float32),
+    )
     before = {name: tensor.clone() for name, tensor in ring.tensors().items()}
-    warm_up(ring)
+    with use("torch"):
+        GraphRunner(decoder, ring, Sampler(2, 97, CPU, static=True), Steering(2, TAGS, CPU), eager_graph)
     for name, tensor in ring.tensors().items():
-        assert name.startswith("state.") or torch.equal(tensor, before[name]), name
+        assert name == "next_token" or torch.equal(tensor, before[name]), name  # an idle lane draws -1
     check_integrity(ring)
-    assert (ring.unobserved == 0).all()
+    for mirror in (ring.counts, ring.spans, ring.evicted, ring.unobserved):
+        assert (mirror == 0).all()
+
+
+def test_a_slow_start_says_what_it_does(monkeypatch, caplog):
+    config, heard = tiny_config("qwen3"), threading.Event()
+
+    class Listening(logging.Handler):
+        def emit(self, record):
+            heard.set()
+
+    def slow(step):
+        assert heard.wait(60), "a start that takes long is explained while it lasts"
+        return step
+
+    def quick(step):
+        monkeypatch.setattr(graph, "SLOW", 1e6)
+        return step
+
+    handler = Listening()
+    graph.log.addHandler(handler)
+    try:
+        for captured, delay in ((slow, 0.0), (quick, 1e6)):
+            caplog.clear()
+            monkeypatch.setattr(graph, "SLOW", delay)
+            ring = Ring(config, RingConfig(40, 8, "streaming"), 1, CPU, torch.float32)
+            with use("torch"):
+                GraphRunner(
+                    tiny_decoder(config, tiny_weights(config, torch.float32)),
+                    ring,
+                    Sampler(1, 97, CPU, static=True),
+                    Steering(1, TAGS, CPU),
+                    captured,
+                )
+            assert [record.getMessage() for record in caplog.records] == [graph.COMPILING] * (captured is slow)
+    finally:
+        graph.log.removeHandler(handler)
+
+
+@pytest.mark.parametrize("policy", ["vase-attnv", "h2o"])
+def test_scores_come_from_the_captured_step(policy):
+    ids = torch.randint(97, (150,), generator=torch.Generator().manual_seed(3)).tolist()
+    eager, captured = engines(policy, lanes=2)
+    replays = []
+    replay = captured._runner._replay
+    captured._runner._replay = lambda: (replays.append(1), replay())[1]
+    assert torch.equal(captured.score(ids, seeds=[1, 2, 3]), eager.score(ids, seeds=[1, 2, 3]))
+    assert len(replays) == 2 * 148
+    for engine in (eager, captured):
+        engine.model.embedding[ids[20]] = torch.nan
+    scores = [engine.score(ids[:40], seeds=[1]) for engine in (eager, captured)]
+    assert torch.equal(scores[0].isnan(), scores[1].isnan())
+    assert scores[0].isnan().any()
 
 
 def test_a_static_sampler_never_moves_its_tensors():

@@ -6,12 +6,14 @@ and compiled. Must run in a process of its own, without TRITON_INTERPRET.
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,11 @@ from ringkv.kernels.backend import use
 from ringkv.models.config import ModelConfig, RopeConfig
 from ringkv.models.decoder import Decoder
 
-LANES = 16
+LANES = (1, 4, 16)
 META = torch.device("meta")
 NAMES = {
     torch.bfloat16: "bf16",
+    torch.float16: "fp16",
     torch.float32: "fp32",
     torch.int32: "i32",
     torch.int64: "i64",
@@ -42,6 +45,8 @@ NAMES = {
     torch.uint8: "u8",
 }
 POLICIES = ("vase-attnv", "vase-dkv", "rkv", "tova", "h2o", "gkv", "expected-attention", "triattention")
+# What is hardest on registers: the largest over a head group's queries, their sum, and the default.
+HARDEST = ("vase-attnv", "rkv", "h2o")
 
 Launch = tuple[JITFunction, dict[str, str], dict[str, Any], dict[tuple[int], list[Any]], dict[str, int]]
 
@@ -61,17 +66,29 @@ MODELS = {
     "Llama-3.1-8B": shape(4096, 14336, 32, 8, 128, 128256),
     "SmolLM2": shape(576, 1536, 9, 3, 64, 49152),
 }
+# Head groups of 1, 5, 7, 8 and 16 query heads, and the widest heads.
+GROUPS = {
+    "group 1": shape(4096, 12288, 32, 32, 128, 151936),
+    "Qwen3-14B": shape(5120, 17408, 40, 8, 128, 151936, qk_norm=True),
+    "Qwen2.5-7B": shape(3584, 18944, 28, 4, 128, 151936),
+    "Qwen3-32B": shape(5120, 25600, 64, 8, 128, 151936, qk_norm=True),
+    "group 16": shape(4096, 12288, 64, 4, 128, 151936, qk_norm=True),
+    "wide heads": shape(2048, 8192, 8, 2, 256, 151936, qk_norm=True),
+}
 CUDA, HIP = "cuda", "hip"
 HOPPER = GPUTarget(CUDA, 90, 32)
 TARGETS = [
-    *((name, HOPPER, torch.bfloat16) for name in MODELS),
-    ("Qwen3-8B", GPUTarget(CUDA, 80, 32), torch.bfloat16),
+    *((name, HOPPER, torch.bfloat16) for name in MODELS | GROUPS),
+    *(("Qwen3-8B", GPUTarget(CUDA, arch, 32), torch.bfloat16) for arch in (80, 89, 120)),
     ("Qwen3-8B", GPUTarget(HIP, "gfx942", 64), torch.bfloat16),
+    ("Qwen3-8B", HOPPER, torch.float16),
     ("Qwen3-8B", HOPPER, torch.float32),
 ]
 
 
-def record(config: ModelConfig, hip: bool, dtype: torch.dtype) -> list[Launch]:
+def record(
+    config: ModelConfig, policies: Sequence[str], lane_counts: Sequence[int], hip: bool, dtype: torch.dtype
+) -> list[Launch]:
     """What a sampled step over all lanes and an eviction under each policy would launch."""
     launches: dict[str, Launch] = {}
 
@@ -81,12 +98,12 @@ def record(config: ModelConfig, hip: bool, dtype: torch.dtype) -> list[Launch]:
 
     JITFunction.run, torch.version.hip = run, "recording" if hip else None
     with use("triton"), torch.inference_mode():
-        for policy in POLICIES:
-            ring = Ring(config, RingConfig(policy=policy), LANES, META, dtype)
+        for policy, lanes in itertools.product(policies, lane_counts):
+            ring = Ring(config, RingConfig(policy=policy), lanes, META, dtype)
             model = Decoder(config, META, dtype)
-            sampler = Sampler(LANES, config.vocab_size, META, static=True)
-            Runner(model, ring, sampler, Steering(LANES, (1, 2), META)).device_step()
-            ring.running = list(range(LANES))
+            sampler = Sampler(lanes, config.vocab_size, META, static=True)
+            Runner(model, ring, sampler, Steering(lanes, (1, 2), META)).device_step()
+            ring.running = list(range(lanes))
             ring.counts[:] = ring.config.capacity - 1
             ring.follow()
             evict_due(ring)
@@ -101,8 +118,8 @@ def specialise(
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int], list[Any]] = {}
     for i, (parameter, value) in enumerate(zip(function.params, args, strict=True)):
-        kind, aligned = "constexpr", False
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+        kind, aligned, special = "constexpr", False, not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and special):
             constants[parameter.name] = value
         elif isinstance(value, torch.Tensor):
             kind = f"*{NAMES[value.dtype]}"
@@ -112,7 +129,7 @@ def specialise(
         else:
             kind, aligned = "i32" if -(2**31) <= value < 2**31 else "i64", value % 16 == 0
         signature[parameter.name] = kind
-        if aligned:
+        if aligned and special:
             attributes[(i,)] = [["tt.divisibility", 16]]
     return signature, constants, attributes
 
@@ -162,7 +179,9 @@ def accesses(ptx: str) -> dict[str, int]:
 def main() -> None:
     known = set()
     for name, target, dtype in TARGETS:
-        for launch in record(MODELS[name], target.backend == HIP, dtype):
+        all_of_it = (name, target, dtype) == TARGETS[0]
+        policies, lanes = (POLICIES, LANES) if all_of_it else (HARDEST, LANES[-1:])
+        for launch in record((MODELS | GROUPS)[name], policies, lanes, target.backend == HIP, dtype):
             key = repr((target, launch[0].fn.__name__, *launch[1:]))
             if key not in known:
                 known.add(key)

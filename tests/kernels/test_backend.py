@@ -21,6 +21,11 @@ class Elsewhere:
 
 
 @pytest.fixture
+def with_gpu(monkeypatch):
+    monkeypatch.setattr(backend, "_no_triton", lambda device: None)
+
+
+@pytest.fixture
 def without_triton(monkeypatch):
     found = importlib.import_module
 
@@ -30,11 +35,9 @@ def without_triton(monkeypatch):
         return found(name, *rest)
 
     monkeypatch.setattr(importlib, "import_module", hidden)
-    for cached in (backend._found, backend._installed):
-        cached.cache_clear()
+    backend._no_triton.cache_clear()
     yield
-    for cached in (backend._found, backend._installed):
-        cached.cache_clear()
+    backend._no_triton.cache_clear()
 
 
 @pytest.fixture
@@ -48,7 +51,7 @@ def without_compiler(monkeypatch):
         cached.cache_clear()
 
 
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("compiled", "with_gpu")
 def test_the_device_and_the_type_choose():
     assert backend.path_of(torch.empty(0)) == "native"
     assert backend.path_of(torch.empty(0, dtype=torch.float64)) == "torch"
@@ -58,11 +61,11 @@ def test_the_device_and_the_type_choose():
     assert backend.resolve("native", CPU, torch.float32) == "native"
     assert backend.resolve("auto", CPU, torch.bfloat16) == "torch"
     assert backend.resolve("auto", GPU, torch.bfloat16) == "triton"
-    assert backend.resolve("auto", GPU, torch.float64) == "torch"
     assert backend.resolve("torch", GPU, torch.bfloat16) == "torch"
     assert backend.resolve("triton", GPU, torch.bfloat16) == "triton"
 
 
+@pytest.mark.usefixtures("with_gpu")
 def test_an_override_holds_within_its_block():
     with backend.use("torch"):
         assert backend.path_of(Elsewhere) == "torch"
@@ -113,10 +116,35 @@ def test_without_triton_a_gpu_runs_torch_and_says_so_once(caplog):
         assert backend.path_of(Elsewhere) == "torch"
         assert backend.resolve("auto", GPU, torch.bfloat16) == "torch"
     assert [record.getMessage() for record in caplog.records] == [
-        "triton is not installed: the GPU runs the torch path, which is slower"
+        "a GPU runs the torch path, which is slower: triton is not installed; run: pip install triton"
     ]
     with pytest.raises(RingkvError, match="pip install triton"):
         backend.resolve("triton", GPU, torch.bfloat16)
+
+
+def test_a_gpu_that_cannot_launch_a_kernel_runs_torch_and_says_so_once(monkeypatch, caplog):
+    """As where there is no C compiler, which triton needs for each kernel."""
+
+    def launch(*args):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC.")
+
+    monkeypatch.setitem(backend.OPERATIONS, "philox", launch)
+    monkeypatch.setattr(torch, "zeros", lambda *args, device, **options: torch.empty(*args, **options))
+    backend._no_triton.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert backend.path_of(Elsewhere) == backend.resolve("auto", GPU, torch.bfloat16) == "torch"
+        assert [record.getMessage() for record in caplog.records] == [
+            "a GPU runs the torch path, which is slower: Failed to find C compiler."
+        ]
+        with pytest.raises(RingkvError, match="backend: 'triton' cannot run here: Failed to find C compiler"):
+            backend.resolve("triton", GPU, torch.bfloat16)
+    finally:
+        backend._no_triton.cache_clear()
+
+
+def test_a_device_that_launches_kernels_runs_them():
+    assert backend._no_triton(CPU) is None  # in the interpreter
 
 
 @pytest.mark.parametrize(
@@ -126,7 +154,9 @@ def test_without_triton_a_gpu_runs_torch_and_says_so_once(caplog):
         ("native", GPU, torch.float32, "'native' computes in float32 on a CPU; this is float32 on cuda"),
         ("native", CPU, torch.bfloat16, "'native' computes in float32 on a CPU; this is bfloat16 on cpu"),
         ("triton", CPU, torch.float32, "needs a GPU"),
-        ("triton", GPU, torch.float64, "not in float64"),
+        ("triton", GPU, torch.float64, "dtype: 'float64' is computed on a CPU only; a GPU accepts float32, float16"),
+        ("auto", GPU, torch.float64, "dtype: 'float64' is computed on a CPU only"),
+        ("triton", CPU, torch.float64, "needs a GPU"),
     ],
 )
 def test_what_cannot_run_is_refused(name, device, dtype, message, monkeypatch):

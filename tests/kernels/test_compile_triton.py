@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-SHARED = {"90": 227 << 10, "80": 163 << 10, "gfx942": 64 << 10}  # bytes a block may have
+SHARED = {
+    "90": 227 << 10,
+    "80": 163 << 10,
+    "89": 99 << 10,
+    "120": 99 << 10,
+    "gfx942": 64 << 10,
+}  # bytes a block may have
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +43,9 @@ def test_figures(rows):
             )
         )
     assert {row["target"] for row in rows} == set(SHARED)
-    assert {row["model"] for row in rows} == {"Qwen3-8B", "Qwen3-0.6B", "Llama-3.1-8B", "SmolLM2"}
+    assert len({row["model"] for row in rows}) == 10
     assert [row for row in rows if row["shared"] > SHARED[row["target"]]] == []
-    assert [row for row in rows if row["spills"] and row["target"] == "90"] == []
+    assert [row for row in rows if row["spills"] and row["dtype"] != "fp32"] == []
 
 
 def test_every_kernel_is_compiled(rows):
