@@ -144,7 +144,7 @@ def eviction(setting: Setting, until: float) -> Iterator[Figures]:
                     continue
                 runner = make(decoder, setting.ring(setting.budgets[0], policy), lanes, setting)
                 times = step_times(age(runner, 2, setting.backend), setting, 2 * setting.window)
-                row = {"model": name, "policy": policy, "lanes": lanes}
+                row: Figures = {"model": name, "policy": policy, "lanes": lanes}
                 for key, staggered in (("ms", False), ("staggered_ms", True)):
                     clock = Clock(setting.device)
                     for _ in range(4):

@@ -11,7 +11,6 @@ import json
 from typing import Any
 
 import torch
-from aot import specialise
 from triton.runtime.jit import JITFunction
 
 from ringkv.engine.config import RingConfig
@@ -23,6 +22,7 @@ from ringkv.engine.sampling.steering import Steering
 from ringkv.kernels.backend import use
 from ringkv.models.config import ModelConfig, RopeConfig
 from ringkv.models.decoder import Decoder
+from ringkv.tests.kernels.aot import specialise
 
 META = torch.device("meta")
 CONFIG = ModelConfig("qwen3", 97, 64, 96, 2, 4, 2, 16, 1e-6, RopeConfig(), 4096, tie_embeddings=False, qk_norm=True)
