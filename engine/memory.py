@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ringkv.engine.config import RingConfig
 from ringkv.engine.host_memory import free_memory
 from ringkv.engine.live_bytes import LiveBytes
+from ringkv.engine.policies import Policy
 from ringkv.engine.retention import Retention
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
@@ -119,6 +120,7 @@ class Planner:
             if packed:
                 decoder.fill(lambda name, view: None)
         self.weights_bytes, self.load_bytes = decoder.nbytes, unpacked + live.peak
+        self._started: tuple[Policy, dict[str, Tensor]] | None = None
 
     def plan(self, config: RingConfig, lanes: int) -> Plan:
         """The figures of an engine with this ring."""
@@ -208,7 +210,7 @@ class Planner:
             n = min(n, config.capacity)
         decoder = self._prefilled
         small = decoder.config
-        ring = Ring(small, config, 1, META, self.dtype)
+        ring = self._ring(config, 1, small)
         ring.retention = _KeepsAll(ring.retention, self.model.layers - 1)
         runner = Runner(decoder, ring, Sampler(1, small.vocab_size, META), Steering(1, None, META))
         ring.reset(0, seed=0)
@@ -236,8 +238,13 @@ class Planner:
                 layer.mlp = _OneExpert(layer.mlp)  # type: ignore[assignment]
         return decoder
 
-    def _ring(self, config: RingConfig, lanes: int) -> Ring:
-        return Ring(self.model, config, lanes, META, self.dtype)
+    def _ring(self, config: RingConfig, lanes: int, model: ModelConfig | None = None) -> Ring:
+        """A ring of this model, or of one that has its first layers; a policy is asked once what it starts with."""
+        policy, model = config.policy, model or self.model
+        if self._started is None or self._started[0] is not policy:
+            self._started = policy, {name: x.to(META) for name, x in policy.start(self.model).items()}
+        start = {name: x[: model.layers] for name, x in self._started[1].items()}
+        return Ring(model, config, lanes, META, self.dtype, start)
 
 
 def settle(
