@@ -15,10 +15,14 @@ import sys
 import tempfile
 import threading
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import IO, Any, cast
+
+import numpy as np
 
 from ringkv.engine import SamplingParams
 from ringkv.errors import RingkvError, is_int, naming
@@ -108,43 +112,48 @@ def row_seed(run_seed: int, key: str) -> int:
 
 
 class Rows:
-    """The rows of a file of prompts, from 0. Of each, only its id, its digest and where it lies are kept in memory.
+    """The rows of a file of prompts, from 0. Of each, 48 bytes are kept in memory: where it lies, and hashes.
 
     Args:
         source: a file, or "-" for stdin. What cannot be read twice is copied to a temporary file.
         samples: how many results a row shall have.
 
     Attributes:
-        places: key -> which row it is, in the order of the file.
         first: of each row, the number of its first result; a last entry says how many there are in all.
+        entries: a temporary file of each row's key and digest, as ``settings`` keeps them.
 
     Raises:
-        RingkvError: the file cannot be read, or a line is no row; it names the line.
+        RingkvError: the file cannot be read, a line is no row, or two have one id; it names the line.
     """
 
     def __init__(self, source: str | os.PathLike[str], samples: Callable[[Row], int]) -> None:
         self._name = "stdin" if source == "-" else str(source)
         self._input = f"input = {str(source)!r}"
         self._reading = threading.Lock()  # an engine may take prompts in one thread and give results in another
-        self.places: dict[str, int] = {}
         self.first = array("Q", [0])
-        self._offsets, self._lines, self._digests = array("Q"), array("Q"), bytearray()
+        self._offsets, self._lines, self._keys, self._digests = array("Q"), array("Q"), array("q"), bytearray()
         with naming(self._input):
             self._file = _twice_readable(source)
+        self.entries: Any = tempfile.SpooledTemporaryFile(_SPOOLED)  # noqa: SIM115 - closed with this
         try:
-            for number, offset, line in self._numbered():
-                with naming(f"{self._name}: line {number}"):
-                    row = _row(number, line)
-                    place = self.places.setdefault(row.key, len(self._lines))
-                    if place < len(self._lines):
-                        raise RingkvError(f"id {row.id!r} is also that of line {self._lines[place]}")
-                self._offsets.append(offset)
-                self._lines.append(number)
-                self._digests += bytes.fromhex(row.digest)
-                self.first.append(self.first[-1] + samples(row))
+            self._read(samples)
+            self._refuse_twins()
         except BaseException:
             self.close()
             raise
+
+    def _read(self, samples: Callable[[Row], int]) -> None:
+        for number, offset, line in self._numbered():
+            try:
+                row = _row(number, line)
+            except RingkvError as error:
+                raise RingkvError(f"{self._name}: line {number}: {error}") from error
+            self.entries.write(settings_entry(row.key, row.digest, first=not self._lines))
+            self._offsets.append(offset)
+            self._lines.append(number)
+            self._keys.append(hash(row.key))
+            self._digests += bytes.fromhex(row.digest)
+            self.first.append(self.first[-1] + samples(row))
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -165,6 +174,19 @@ class Rows:
                 return row
         raise RingkvError(f"{self._name}: line {number} has changed since this run was begun")
 
+    def place(self, key: str) -> int | None:
+        """Which row has this key; None where none has. Other keys are taken for it once in 2^64 times."""
+        hashes, places = self._sorted
+        first, end = (np.searchsorted(hashes, hash(key), side) for side in ("left", "right"))
+        found = places[first:end].tolist()
+        if len(found) > 1:
+            found = [place for place in found if self[place].key == key]
+        return found[0] if found else None
+
+    def place_of(self, row: Row) -> int:
+        """Which one a row of these is."""
+        return bisect_left(self._lines, row.line)
+
     def digest(self, place: int) -> str:
         """The digest of a row."""
         return self._digests[16 * place : 16 * place + 16].hex()
@@ -172,15 +194,38 @@ class Rows:
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
+        self.entries.close()
+
+    @cached_property
+    def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
+        """The hashes of the keys in their order, and which rows they are of, those of one hash in the file's order."""
+        hashes = np.asarray(self._keys)
+        places = np.argsort(hashes, kind="stable")
+        return hashes[places], places
+
+    def _refuse_twins(self) -> None:
+        """Refuse two rows of one id. Rows whose keys have one hash are read again; nearly always they are such."""
+        hashes = np.sort(self._keys)
+        twins = hashes[1:][hashes[1:] == hashes[:-1]]
+        lines: dict[str, int] = {}
+        for place in np.flatnonzero(np.isin(self._keys, twins)) if len(twins) else ():
+            row = self[place]
+            if (line := lines.setdefault(row.key, row.line)) != row.line:
+                raise RingkvError(f"{self._name}: line {row.line}: id {row.id!r} is also that of line {line}")
 
     def _numbered(self) -> Iterator[tuple[int, int, bytes]]:
         """(number, offset, line) of every line that is not blank."""
         offset = 0
         with naming(self._input):
             for number, line in enumerate(self._file, 1):
-                if line.strip():
+                if not line.isspace():
                     yield number, offset, line
                 offset += len(line)
+
+
+def settings_entry(key: str, digest: str, *, first: bool) -> bytes:
+    """The line of a row in the settings, with the line end before it."""
+    return f'{"" if first else ","}\n  {_CANONICAL.encode(key)}: "{digest}"'.encode()
 
 
 def _twice_readable(source: str | os.PathLike[str]) -> IO[bytes]:
