@@ -121,6 +121,7 @@ class Planner:
                 decoder.fill(lambda name, view: None)
         self.weights_bytes, self.load_bytes = decoder.nbytes, unpacked + live.peak
         self._started: tuple[Policy, dict[str, Tensor]] | None = None
+        self._counted: tuple[RingConfig, int, int] | None = None  # the last prefill
 
     def plan(self, config: RingConfig, lanes: int) -> Plan:
         """The figures of an engine with this ring."""
@@ -208,6 +209,8 @@ class Planner:
         n = prompt or self.prompt
         if not config.policy.evicts:  # a longer one is refused
             n = min(n, config.capacity)
+        if self._counted is not None and self._counted[:2] == (config, n):
+            return self._counted[2]
         decoder = self._prefilled
         small = decoder.config
         ring = self._ring(config, 1, small)
@@ -216,6 +219,7 @@ class Planner:
         ring.reset(0, seed=0)
         with use("torch"), LiveBytes() as live:  # whatever the backend of an engine that asks while it is at work
             runner.prefill(0, torch.empty(n, dtype=torch.int64, device=META))
+        self._counted = config, n, live.peak
         return live.peak
 
     def longest_prompt(self, config: RingConfig, memory: int) -> int:
@@ -340,13 +344,18 @@ def _largest(taken: Callable[[int], float], memory: int, most: int, near: float 
     if (above := taken(most)) <= memory:
         return most
     low, high, turn = 1, most, 1
+    growth = 0.0  # of the line between the last two values that take no more
     while high - low > max(1, near * low):
         guess = (low + high) // 2
         if turn % 3 and above < math.inf:  # where the line meets it, and then the next one; and now and then the middle
             guess = low + int((high - low) * (memory - below) / (above - below)) + turn % 3 - 1
+        elif above == math.inf and (low == 1 or growth):  # no line leads there yet: follow the one from below
+            guess = min(guess, PROMPT if low == 1 else low + int((memory - below) / growth) + 1)
+            growth, turn = 0.0, 1
         guess = min(max(guess, low + 1), high - 1)
         here, turn = taken(guess), turn + 1
         if here <= memory:
+            growth = (here - below) / (guess - low)
             low, below = guess, here
         else:
             high, above = guess, here

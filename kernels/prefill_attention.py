@@ -25,6 +25,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor) -> Tensor
         [n, Hq * D].
     """
     n, heads, d = q.shape
+    if q.is_meta:  # there SDPA would plan for n x n scores; the fused kernels make their output alone
+        _ = q[: 3 * QUERIES].clone() if n >= LONG else None  # of a block: queries and output, as they lie and turned
+        return torch.empty_like(q).flatten(1)
     if n < LONG or q.is_cuda:
         return _whole(q, k, v).flatten(1)
     out, group = q.new_empty(q.shape), heads // k.shape[1]
@@ -44,8 +47,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor) -> Tensor
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """All heads at once: [n, Hq, D]. A mask [n, keys] is added to the scores, instead of the causal one."""
-    if q.is_meta:  # there SDPA would plan for n x n scores; the fused kernels make their output alone
-        return torch.empty_like(q)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, n, D]
     if q.device.type == "cpu":
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)

@@ -143,17 +143,22 @@ class Rows:
             raise
 
     def _read(self, samples: Callable[[Row], int]) -> None:
+        usual = samples(Row(1, "", "prompt", "", {}, {}, ""))
         for number, offset, line in self._numbered():
             try:
-                row = _row(number, line)
+                given, id, kind = _checked(number, line)
             except RingkvError as error:
                 raise RingkvError(f"{self._name}: line {number}: {error}") from error
-            self.entries.write(settings_entry(row.key, row.digest, first=not self._lines))
+            key, digest = str(id), _digest(given)
+            self.entries.write(settings_entry(key, digest, first=not self._lines))
             self._offsets.append(offset)
             self._lines.append(number)
-            self._keys.append(hash(row.key))
-            self._digests += bytes.fromhex(row.digest)
-            self.first.append(self.first[-1] + samples(row))
+            self._keys.append(hash(key))
+            self._digests += bytes.fromhex(digest)
+            own = given.get("params", {})
+            sets = not isinstance(own, dict) or "n" in own
+            count = samples(_made(number, given, id, kind, digest)) if sets else usual
+            self.first.append(self.first[-1] + count)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -176,12 +181,18 @@ class Rows:
 
     def place(self, key: str) -> int | None:
         """Which row has this key; None where none has. Other keys are taken for it once in 2^64 times."""
-        hashes, places = self._sorted
-        first, end = (np.searchsorted(hashes, hash(key), side) for side in ("left", "right"))
-        found = places[first:end].tolist()
-        if len(found) > 1:
-            found = [place for place in found if self[place].key == key]
-        return found[0] if found else None
+        own, place = hash(key), self._next
+        if self._twins or place >= len(self) or self._keys[place] != own:  # mostly they are asked for in their order
+            hashes, places = self._sorted
+            first, end = (np.searchsorted(hashes, own, side) for side in ("left", "right"))
+            found = places[first:end].tolist()
+            if len(found) > 1:
+                found = [each for each in found if self[each].key == key]
+            if not found:
+                return None
+            place = found[0]
+        self._next = place + 1
+        return place
 
     def place_of(self, row: Row) -> int:
         """Which one a row of these is."""
@@ -207,8 +218,9 @@ class Rows:
         """Refuse two rows of one id. Rows whose keys have one hash are read again; nearly always they are such."""
         hashes = np.sort(self._keys)
         twins = hashes[1:][hashes[1:] == hashes[:-1]]
+        self._next, self._twins = 0, len(twins) > 0  # where a key is looked for first; whether two have one hash
         lines: dict[str, int] = {}
-        for place in np.flatnonzero(np.isin(self._keys, twins)) if len(twins) else ():
+        for place in np.flatnonzero(np.isin(self._keys, twins)) if self._twins else ():
             row = self[place]
             if (line := lines.setdefault(row.key, row.line)) != row.line:
                 raise RingkvError(f"{self._name}: line {row.line}: id {row.id!r} is also that of line {line}")
@@ -247,21 +259,33 @@ def _copied(file: IO[bytes]) -> IO[bytes]:
 
 
 def _row(number: int, line: bytes) -> Row:
+    given, id, kind = _checked(number, line)
+    return _made(number, given, id, kind, _digest(given))
+
+
+def _made(number: int, given: dict[str, Any], id: str | int, kind: str, digest: str) -> Row:
+    carried = {name: value for name, value in given.items() if name not in ("id", "params", kind)}
+    return Row(number, id, kind, given[kind], given.get("params", {}), carried, digest)
+
+
+def _checked(number: int, line: bytes) -> tuple[dict[str, Any], str | int, str]:
+    """What a line holds, its id, and whether it has a "prompt" or "messages"."""
     given = parse_object(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
-    fields = dict(given)
-    kinds = [kind for kind in ("prompt", "messages") if kind in fields]
-    if len(kinds) != 1:
+    kind = "messages" if "messages" in given else "prompt"
+    if kind not in given or (kind == "messages" and "prompt" in given):
         has = ", ".join(given) or "nothing"
         raise RingkvError(f"a row has either prompt or messages; this one has {has}")
-    if OURS in fields:
+    if OURS in given:
         raise RingkvError(f"{OURS} is the name of results; accepted is a row without it")
-    id = fields.pop("id", str(number))
+    id = given.get("id", str(number))
     if not (isinstance(id, str) or is_int(id)):
         raise RingkvError.bad("id", id, "a string or a whole number")
-    params = fields.pop("params", {})
-    canonical = _CANONICAL.encode(given).encode()
-    prompt = fields.pop(kinds[0])
-    return Row(number, id, kinds[0], prompt, params, fields, hashlib.sha256(canonical).hexdigest()[:32])
+    return given, id, kind
+
+
+def _digest(given: Mapping[str, Any]) -> str:
+    """Half of the SHA-256 of a row, the same in whatever order its fields stand."""
+    return hashlib.sha256(_CANONICAL.encode(given).encode()).hexdigest()[:32]
 
 
 def parse_object(line: bytes) -> dict[str, Any]:

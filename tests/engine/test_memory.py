@@ -124,7 +124,7 @@ def test_the_first_blocks_stand_for_all(policy, n, monkeypatch):
     monkeypatch.setattr(storage, "SCRATCH_BYTES", 1 << 20)
     planner, ring = Planner(model_shaped(), torch.float32), RingConfig(256, 64, policy)
     counted = planner.prefill_bytes(ring, n)
-    names = ("key_scores", "leverage", "observe", "redundancy", "scores", "prefill_attention")
+    names = ("key_scores", "leverage", "observe", "redundancy", "scores")
     for module in ("models.decoder", "engine.policies.live", *(f"kernels.{name}" for name in names)):
         monkeypatch.setattr(f"ringkv.{module}.blocks", lambda n, size, like: range(0, n, size))
     assert planner.prefill_bytes(ring, n) == counted
