@@ -11,16 +11,14 @@ from collections.abc import Callable
 from os import _exit
 
 INTERRUPTED = 130  # the exit code after Ctrl-C or SIGTERM
-UNHEARD = 1.5  # seconds that a signal waits for its handler
-HEARD = 5.0  # seconds that the process may then take to end in order
+WITHIN = 1.9  # seconds that the process may take to end in order
 at_end: list[Callable[[], object]] = []  # what is put right before the process is ended at once
 
 
 class _Signals:
-    """How many of those that end a process came, ran their handler, and did not mean the process."""
+    """How many of those that end a process came, and did not mean the process."""
 
-    came = heard = forgiven = 0
-    last = 0.0  # when the last one came or was heard
+    came = forgiven = 0
     spared = False  # Ctrl-C ends something else, whenever its handler can run
 
 
@@ -30,8 +28,8 @@ _signals = _Signals()
 def watch() -> None:
     """Handle Ctrl-C and SIGTERM from now on: at once, until a command handles them, and again after it.
 
-    A thread sees to it that a signal which nobody hears, or which leads to no end, ends the process all the same, and
-    that a second one does at once. A signal that is ignored stays ignored.
+    A thread sees to it that a signal ends the process within two seconds, also one that nobody hears or that leads to
+    no end, and that a second one does at once. A signal that is ignored stays ignored.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -42,15 +40,10 @@ def watch() -> None:
     threading.Thread(target=_watch, args=(read, write), name="signals", daemon=True).start()
 
 
-def heard() -> None:
-    """Told by a handler that runs."""
-    _signals.heard += 1
-    _signals.last = time.monotonic()
-
-
 def forgive() -> None:
-    """Told by a handler whose signal ends something else than the process."""
+    """Told by a handler whose signal ends something else than the process. The next one may not wait for its own."""
     _signals.forgiven += 1
+    _signals.spared = False
 
 
 def spare(spared: bool) -> None:
@@ -66,16 +59,17 @@ def end() -> None:
 
 
 def _watch(read: socket.socket, write: socket.socket) -> None:
-    spared = False
+    due = None  # when the process must have ended
     while True:
-        waiting = _signals.came > _signals.forgiven
-        if select.select([read], [], [], 0.1 if waiting else None)[0]:
+        left = None if due is None else max(0.0, due - time.monotonic())
+        if select.select([read], [], [], left)[0]:
             for number in read.recv(4096):
                 if number in (signal.SIGINT, signal.SIGTERM):
                     _signals.came += 1
-                    _signals.last = time.monotonic()
                     spared = _signals.spared and number == signal.SIGINT
+                    due = None if spared else time.monotonic() + WITHIN
         open = _signals.came - _signals.forgiven
-        patience = UNHEARD if _signals.came > _signals.heard else HEARD
-        if open > 1 or (open == 1 and not spared and time.monotonic() > _signals.last + patience):
+        if open > 1 or (open == 1 and due is not None and time.monotonic() >= due):
             end()
+        if open == 0:
+            due = None

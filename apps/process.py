@@ -230,13 +230,9 @@ def handling_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in numbers}
     before = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
 
-    def hear(number: int, frame: Any) -> None:
-        ending.heard()
-        handler(number, frame)
-
     try:
         for number in before:
-            signal.signal(number, hear)
+            signal.signal(number, handler)
         yield
     finally:
         for number, old in before.items():

@@ -311,6 +311,7 @@ class Engine:
         Requests that run are served to their end first; those that wait go on waiting.
         """
         with self._serving.alone(), self._limits():
+            self._check_weights()
             try:
                 yield self._runner
             finally:
@@ -318,6 +319,9 @@ class Engine:
 
     def update_weights(self, state_dict: Mapping[str, Tensor]) -> None:
         """Replace every weight in place, for training loops; names as in the checkpoint.
+
+        An update that an exception interrupts, such as Ctrl-C, leaves weights of two models. Nothing is computed with
+        them: until another update has succeeded, every use raises RingkvError.
 
         Raises:
             RingkvError: names or shapes that do not fit; nothing is written then.
@@ -424,6 +428,7 @@ class Engine:
         Raises:
             MemoryError: with the arithmetic. A GPU refuses what it has not, and is not asked.
         """
+        self._check_weights()
         config = self.model.config
         width = config.hidden_size + config.intermediate_size + (config.heads + 2 * config.kv_heads) * config.head_dim
         free = free_memory(self.model.device) if self.model.device.type == "cpu" else None
@@ -436,6 +441,10 @@ class Engine:
                 f"memory: to read a prompt of {tokens} tokens takes {size(needed)}, and {size(free)} are free; "
                 f"accepted are up to {longest} tokens"
             )
+
+    def _check_weights(self) -> None:
+        if self.model.torn:
+            raise RingkvError("weights: an update was interrupted, and only some are new: accepted is another update")
 
     def _start(self, request: Request, lane: int) -> Generation:
         return Generation(request, lane, self.prompts.decoder())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
@@ -23,10 +23,10 @@ class LiveBytes(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {_storage(x) for x in _tensors((args, *(kwargs or {}).values()))}
         out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and (key := _storage(x)) not in given and key not in self._sizes:
+        for x in _tensors((out,)):
+            if (key := _storage(x)) not in given and key not in self._sizes:
                 storage = x.untyped_storage()
                 self._sizes[key] = storage.nbytes()
                 self.now += storage.nbytes()
@@ -36,6 +36,15 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.now -= self._sizes.pop(key)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among values, and in the lists of these: what operations take and give."""
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _tensors(x)
 
 
 def _storage(x: Tensor) -> int:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ringkv.engine.config import RingConfig
 from ringkv.engine.host_memory import free_memory
 from ringkv.engine.live_bytes import LiveBytes
+from ringkv.engine.policies import Policy
 from ringkv.engine.retention import Retention
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Runner
@@ -119,6 +120,8 @@ class Planner:
             if packed:
                 decoder.fill(lambda name, view: None)
         self.weights_bytes, self.load_bytes = decoder.nbytes, unpacked + live.peak
+        self._started: tuple[Policy, dict[str, Tensor]] | None = None
+        self._counted: tuple[RingConfig, int, int] | None = None  # the last prefill
 
     def plan(self, config: RingConfig, lanes: int) -> Plan:
         """The figures of an engine with this ring."""
@@ -206,14 +209,17 @@ class Planner:
         n = prompt or self.prompt
         if not config.policy.evicts:  # a longer one is refused
             n = min(n, config.capacity)
+        if self._counted is not None and self._counted[:2] == (config, n):
+            return self._counted[2]
         decoder = self._prefilled
         small = decoder.config
-        ring = Ring(small, config, 1, META, self.dtype)
+        ring = self._ring(config, 1, small)
         ring.retention = _KeepsAll(ring.retention, self.model.layers - 1)
         runner = Runner(decoder, ring, Sampler(1, small.vocab_size, META), Steering(1, None, META))
         ring.reset(0, seed=0)
         with use("torch"), LiveBytes() as live:  # whatever the backend of an engine that asks while it is at work
             runner.prefill(0, torch.empty(n, dtype=torch.int64, device=META))
+        self._counted = config, n, live.peak
         return live.peak
 
     def longest_prompt(self, config: RingConfig, memory: int) -> int:
@@ -236,8 +242,13 @@ class Planner:
                 layer.mlp = _OneExpert(layer.mlp)  # type: ignore[assignment]
         return decoder
 
-    def _ring(self, config: RingConfig, lanes: int) -> Ring:
-        return Ring(self.model, config, lanes, META, self.dtype)
+    def _ring(self, config: RingConfig, lanes: int, model: ModelConfig | None = None) -> Ring:
+        """A ring of this model, or of one that has its first layers; a policy is asked once what it starts with."""
+        policy, model = config.policy, model or self.model
+        if self._started is None or self._started[0] is not policy:
+            self._started = policy, {name: x.to(META) for name, x in policy.start(self.model).items()}
+        start = {name: x[: model.layers] for name, x in self._started[1].items()}
+        return Ring(model, config, lanes, META, self.dtype, start)
 
 
 def settle(
@@ -333,13 +344,18 @@ def _largest(taken: Callable[[int], float], memory: int, most: int, near: float 
     if (above := taken(most)) <= memory:
         return most
     low, high, turn = 1, most, 1
+    growth = 0.0  # of the line between the last two values that take no more
     while high - low > max(1, near * low):
         guess = (low + high) // 2
         if turn % 3 and above < math.inf:  # where the line meets it, and then the next one; and now and then the middle
             guess = low + int((high - low) * (memory - below) / (above - below)) + turn % 3 - 1
+        elif above == math.inf and (low == 1 or growth):  # no line leads there yet: follow the one from below
+            guess = min(guess, PROMPT if low == 1 else low + int((memory - below) / growth) + 1)
+            growth, turn = 0.0, 1
         guess = min(max(guess, low + 1), high - 1)
         here, turn = taken(guess), turn + 1
         if here <= memory:
+            growth = (here - below) / (guess - low)
             low, below = guess, here
         else:
             high, above = guess, here

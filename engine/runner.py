@@ -17,6 +17,7 @@ from ringkv.engine.ring.evict import evict_due
 from ringkv.engine.ring.storage import Ring
 from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
+from ringkv.kernels.blocks import pausing
 from ringkv.kernels.table import attend, causal_attention, commit
 from ringkv.models.decoder import Decoder, Layer
 
@@ -90,14 +91,15 @@ class Runner:
         def attention(layer: Layer, qkv: Tensor) -> Tensor:
             nonlocal done
             q, k, v = model.split(layer, qkv, angles[layer.index])
-            out = causal_attention(q, k, v, ring.scratch, tell)
+            out = causal_attention(q, k, v, ring.scratch)
             let_in = ring.retention.keep(layer.index, n, lambda: last_attention(q[-1], k))
             admit(ring, layer.index, lane, q, k, v, let_in)
             done = layer.index + 1
             tell()
             return out
 
-        hidden = model.forward(torch.as_tensor(ids, device=model.device), attention, tell)
+        with pausing(tell):
+            hidden = model.forward(torch.as_tensor(ids, device=model.device), attention)
         ring.start(lane, n)
         return model.logits(hidden[-1:])
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringkv.kernels.blocks import blocks
+
 
 def key_scores(
     k: Tensor,
@@ -39,9 +41,10 @@ def key_scores(
         raise MemoryError(f"one key and {rows} products need more than the scratch of {scratch.nbytes} bytes")
     out = torch.empty(len(pairs), kv_heads, group, n, dtype=torch.float32, device=order.device)
     for p, (layer, lane) in enumerate(pairs):
-        for head in range(kv_heads):
+        for head in blocks(kv_heads, 1, k):
             own = slice(head * group, (head + 1) * group)
-            for slots, score in zip(order[p, head].split(block), out[p, head].split(block, dim=-1), strict=True):
+            for start in blocks(n, block, k):
+                slots, score = order[p, head, start : start + block], out[p, head, :, start : start + block]
                 keys = k[layer, lane, head].index_select(0, slots).to(torch.float32)  # [block, D]
                 score.copy_(linear[p, own] @ keys.T)  # [G, block]
                 if squared is not None:
@@ -70,8 +73,9 @@ def lengths(x: Tensor, order: Tensor, pairs: Sequence[tuple[int, int]], scratch:
         raise MemoryError(f"one vector needs more than the scratch of {scratch.nbytes} bytes")
     out = torch.empty(order.shape, dtype=torch.float32, device=order.device)
     for p, (layer, lane) in enumerate(pairs):
-        for head in range(order.shape[1]):
-            for slots, length in zip(order[p, head].split(block), out[p, head].split(block), strict=True):
+        for head in blocks(order.shape[1], 1, x):
+            for start in blocks(order.shape[2], block, x):
+                slots = order[p, head, start : start + block]
                 rows = x[layer, lane, head].index_select(0, slots).to(torch.float32)  # [block, D]
-                torch.linalg.vector_norm(rows, dim=-1, out=length)
+                torch.linalg.vector_norm(rows, dim=-1, out=out[p, head, start : start + block])
     return out

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,13 +14,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ringkv.kernels.blocks import blocks
 from ringkv.kernels.compiled import load
 from ringkv.kernels.layer import LayerRing
-from ringkv.kernels.prefill_attention import nothing
 from ringkv.kernels.rotate import Angles
 from ringkv.kernels.sample import GREEDY_BELOW, Filters
 
 AT_ONCE = 1 << 24  # floats of keys that the tasks of one call go through, so that it takes a fraction of a second
+EXPONENTIALS = 64  # as many floats of a key take as long as the rest of the work for it
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 _TABLES = {
@@ -114,9 +114,7 @@ def attend(qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, angles:
     return out
 
 
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scratch: Tensor, between: Callable[[], object] = nothing
-) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scratch: Tensor) -> Tensor:
     """See ``prefill_attention.causal_attention``. A token's row may be part of a longer one."""
     for x in (q, k, v):
         assert x.dtype == torch.float32
@@ -129,10 +127,8 @@ def causal_attention(
     rows = (each for x in (q, k, v) for each in (x.data_ptr(), x.stride(0)))
     arguments = *rows, out.data_ptr(), n, kv_heads, group, d, d**-0.5, *_pointers(scratch), threads
     tasks = library().causal_tasks(n, kv_heads, group)
-    at_once = max(2 * threads, AT_ONCE // (n * d))
-    for first in range(0, tasks, at_once):
-        if first:
-            between()
+    at_once = max(2 * threads, AT_ONCE // (n * max(d, EXPONENTIALS)))
+    for first in blocks(tasks, at_once, q):
         library().causal_attention(*arguments, first, min(first + at_once, tasks))
     return out
 

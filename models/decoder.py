@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ringkv.kernels.blocks import blocks
-from ringkv.kernels.prefill_attention import nothing
 from ringkv.kernels.rotate import Angles, split_rotate
 from ringkv.kernels.table import add_rms_norm, silu_mul
 from ringkv.models.config import ModelConfig, MoeConfig
@@ -19,8 +18,9 @@ from ringkv.models.linear import AnyLinear, Linear, PackedLinear
 from ringkv.models.moe import SparseMlp
 from ringkv.models.rope import Rope
 
-# Rows of a long prompt that go through an MLP at once: bounds its activations, the widest tensors of a prefill.
-MLP_ROWS = 1024
+# Rows of a long prompt that go through a product or an MLP at once: bounds the activations of an MLP, which are the
+# widest tensors of a prefill, and how long a prefill goes on without a pause.
+ROWS = 1024
 # Where a checkpoint keeps the rows of the tokens, and the product that gives their logits.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -67,6 +67,7 @@ class Decoder:
 
     Attributes:
         weight_dtype: what the weights are kept in: ``dtype``, or float16 where they are packed.
+        torn: a ``fill`` was left by an exception, so that some parameters are new and others are not.
 
     The parameters are allocated, not set: ``fill`` sets them, or whoever writes to the views of ``destinations``.
     """
@@ -76,6 +77,7 @@ class Decoder:
             raise ValueError("only a dense decoder in float32 can be packed")
         self.config, self.device, self.dtype = config, device, dtype
         self.weight_dtype = torch.float16 if packed else dtype
+        self.torn = False
         self._parameters: dict[str, Tensor] = {}
         self._experts: dict[str, tuple[Tensor, Tensor]] = {}  # gate and up, and down, of all experts of an MLP
         # Products that are packed, the head first, with the rows that each name has of them.
@@ -109,6 +111,7 @@ class Decoder:
         Args:
             read: fills the view that it is given with the tensor of this name.
         """
+        self.torn = True
         with torch.no_grad():
             for name, view in self._views():
                 read(name, view)
@@ -116,6 +119,7 @@ class Decoder:
             # there must be room for it twice.
             for products in (self._packed[:1], self._packed[1:]):
                 self._pack(products, read)
+        self.torn = False
 
     def _views(self) -> Iterator[tuple[str, Tensor]]:
         """What is read in place. There may be very many experts, so theirs are named only when they are wanted."""
@@ -162,26 +166,15 @@ class Decoder:
         c = self.config
         return split_rotate(qkv, layer.qk_norms, c.rms_eps, angles, c.heads, c.kv_heads)
 
-    def forward(self, ids: Tensor, attention: Attention, between: Callable[[], object] = nothing) -> Tensor:
-        """Token ids [n] -> hidden states after the last norm [n, hidden].
-
-        Args:
-            between: called between blocks of a long prompt.
-        """
+    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
+        """Token ids [n] -> hidden states after the last norm [n, hidden]."""
         eps = self.config.rms_eps
-        x, delta, whole = F.embedding(ids, self.embedding).to(self.dtype), None, len(ids) <= MLP_ROWS
+        x, delta = F.embedding(ids, self.embedding).to(self.dtype), None
         for layer in self.layers:
             h = add_rms_norm(x, delta, layer.input_norm, eps)
-            delta = layer.o(attention(layer, layer.qkv(h)))
+            delta = _in_blocks(layer.o, attention(layer, _in_blocks(layer.qkv, h)))
             h = add_rms_norm(x, delta, layer.mlp_norm, eps)
-            if whole:
-                delta = layer.mlp(h)
-                continue
-            delta = torch.empty_like(h)
-            for start in blocks(len(h), MLP_ROWS, h):
-                if start:
-                    between()
-                delta[start : start + MLP_ROWS] = layer.mlp(h[start : start + MLP_ROWS])
+            delta = _in_blocks(layer.mlp, h)
         return add_rms_norm(x, delta, self.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -243,6 +236,19 @@ class Decoder:
             mlp_norm=self._parameter(f"{prefix}.post_attention_layernorm.weight", c.hidden_size),
             mlp=mlp,
         )
+
+
+def _in_blocks(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """f(x), whose rows depend on those of x alone, computed in blocks of rows."""
+    if len(x) <= ROWS:
+        return f(x)
+    out = None
+    for start in blocks(len(x), ROWS, x):
+        part = f(x[start : start + ROWS])
+        out = part.new_empty(len(x), part.shape[1]) if out is None else out
+        out[start : start + ROWS] = part
+    assert out is not None
+    return out
 
 
 def _rows(x: Tensor, outputs: Mapping[str, int], kind: str) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from ringkv.models.special_tokens import add_named_tokens, optional_json
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
+_LONG = 1 << 16  # characters from which a text takes long enough for other threads to miss their turn
 
 # The files in which tokenizers of other kinds keep their vocabulary.
 VOCABULARIES = (
@@ -217,7 +218,9 @@ class Tokenizer:
     def _encoding(self, backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         with refusing(f"text of {len(text)} characters: the tokenizer fails on it"):
             try:
-                return backend.encode(text, add_special_tokens=False)
+                if len(text) < _LONG:
+                    return backend.encode(text, add_special_tokens=False)
+                return backend.encode_batch([text], add_special_tokens=False)[0]  # it alone lets them run
             except TypeError as error:
                 raise RingkvError("text: it holds half a surrogate pair, which is not valid Unicode") from error
 

@@ -103,7 +103,7 @@ class Job:
     """A file of prompts with its results, checked, locked and ready to run. A context manager.
 
     Every row is read once before anything runs, so that a file with a bad line is refused as a whole, and again when
-    an engine asks for it. Between, its id, its digest and where it lies are kept, near 150 bytes.
+    an engine asks for it. Between, 50 bytes are kept of it: where it lies, and hashes of its id and of itself.
 
     Beside the output lies ``<output>.ringkv.json``: the settings, the run's seed, a hash of each row. Where the output
     holds results already, the run resumes: settings and rows must be the same (more rows may follow), the seed is taken
@@ -185,7 +185,7 @@ class Job:
                 for row, result in results:
                     holding = True  # a signal waits for the end of the line
                     self.results.append({**row.carried, "id": row.id, OURS: result})
-                    self._note(self.rows.places[row.key], result["sample"], result.get("error") is not None)
+                    self._note(self.rows.place_of(row), result["sample"], result.get("error") is not None)
                     status.count(result)
                     holding = False
                     if came:
@@ -298,7 +298,7 @@ class Job:
                 self._state[self._state == _FAILED] = _MISSING
                 self._done, self._failed = self._done - self._failed, 0
         if known < len(self.rows):
-            write_settings(path, mine, ((key, self.rows.digest(place)) for key, place in self.rows.places.items()))
+            write_settings(path, mine, self.rows.entries)
         return int(mine["seed"])
 
     def _compare(self, path: Path, mine: dict[str, Any], results: Results) -> int:
@@ -318,14 +318,14 @@ class Job:
             raise RingkvError(f"{output}: {_difference(then, now)}: resume with the same, or choose another")
         known = np.zeros(len(self.rows), bool)
         for key, digest in digests:
-            place = self.rows.places.get(key)
+            place = self.rows.place(key)
             if place is None or self.rows.digest(place) != digest:
                 what = "is not in the input any more" if place is None else "has changed"
                 raise RingkvError(f"{output}: row {key!r} {what} since these results were begun: choose another output")
             known[place] = True
 
         def note(key: str, sample: int, failed: bool) -> None:
-            place = self.rows.places.get(key)
+            place = self.rows.place(key)
             first = self.rows.first
             if place is None or not known[place] or not 0 <= sample < first[place + 1] - first[place]:
                 raise RingkvError(f"it holds sample {sample} of row {key!r}, which is not in the input")

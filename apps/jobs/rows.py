@@ -15,10 +15,14 @@ import sys
 import tempfile
 import threading
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import IO, Any, cast
+
+import numpy as np
 
 from ringkv.engine import SamplingParams
 from ringkv.errors import RingkvError, is_int, naming
@@ -108,43 +112,53 @@ def row_seed(run_seed: int, key: str) -> int:
 
 
 class Rows:
-    """The rows of a file of prompts, from 0. Of each, only its id, its digest and where it lies are kept in memory.
+    """The rows of a file of prompts, from 0. Of each, 48 bytes are kept in memory: where it lies, and hashes.
 
     Args:
         source: a file, or "-" for stdin. What cannot be read twice is copied to a temporary file.
         samples: how many results a row shall have.
 
     Attributes:
-        places: key -> which row it is, in the order of the file.
         first: of each row, the number of its first result; a last entry says how many there are in all.
+        entries: a temporary file of each row's key and digest, as ``settings`` keeps them.
 
     Raises:
-        RingkvError: the file cannot be read, or a line is no row; it names the line.
+        RingkvError: the file cannot be read, a line is no row, or two have one id; it names the line.
     """
 
     def __init__(self, source: str | os.PathLike[str], samples: Callable[[Row], int]) -> None:
         self._name = "stdin" if source == "-" else str(source)
         self._input = f"input = {str(source)!r}"
         self._reading = threading.Lock()  # an engine may take prompts in one thread and give results in another
-        self.places: dict[str, int] = {}
         self.first = array("Q", [0])
-        self._offsets, self._lines, self._digests = array("Q"), array("Q"), bytearray()
+        self._offsets, self._lines, self._keys, self._digests = array("Q"), array("Q"), array("q"), bytearray()
         with naming(self._input):
             self._file = _twice_readable(source)
+        self.entries: Any = tempfile.SpooledTemporaryFile(_SPOOLED)  # noqa: SIM115 - closed with this
         try:
-            for number, offset, line in self._numbered():
-                with naming(f"{self._name}: line {number}"):
-                    row = _row(number, line)
-                    place = self.places.setdefault(row.key, len(self._lines))
-                    if place < len(self._lines):
-                        raise RingkvError(f"id {row.id!r} is also that of line {self._lines[place]}")
-                self._offsets.append(offset)
-                self._lines.append(number)
-                self._digests += bytes.fromhex(row.digest)
-                self.first.append(self.first[-1] + samples(row))
+            self._read(samples)
+            self._refuse_twins()
         except BaseException:
             self.close()
             raise
+
+    def _read(self, samples: Callable[[Row], int]) -> None:
+        usual = samples(Row(1, "", "prompt", "", {}, {}, ""))
+        for number, offset, line in self._numbered():
+            try:
+                given, id, kind = _checked(number, line)
+            except RingkvError as error:
+                raise RingkvError(f"{self._name}: line {number}: {error}") from error
+            key, digest = str(id), _digest(given)
+            self.entries.write(settings_entry(key, digest, first=not self._lines))
+            self._offsets.append(offset)
+            self._lines.append(number)
+            self._keys.append(hash(key))
+            self._digests += bytes.fromhex(digest)
+            own = given.get("params", {})
+            sets = not isinstance(own, dict) or "n" in own
+            count = samples(_made(number, given, id, kind, digest)) if sets else usual
+            self.first.append(self.first[-1] + count)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -165,6 +179,25 @@ class Rows:
                 return row
         raise RingkvError(f"{self._name}: line {number} has changed since this run was begun")
 
+    def place(self, key: str) -> int | None:
+        """Which row has this key; None where none has. Other keys are taken for it once in 2^64 times."""
+        own, place = hash(key), self._next
+        if self._twins or place >= len(self) or self._keys[place] != own:  # mostly they are asked for in their order
+            hashes, places = self._sorted
+            first, end = (np.searchsorted(hashes, own, side) for side in ("left", "right"))
+            found = places[first:end].tolist()
+            if len(found) > 1:
+                found = [each for each in found if self[each].key == key]
+            if not found:
+                return None
+            place = found[0]
+        self._next = place + 1
+        return place
+
+    def place_of(self, row: Row) -> int:
+        """Which one a row of these is."""
+        return bisect_left(self._lines, row.line)
+
     def digest(self, place: int) -> str:
         """The digest of a row."""
         return self._digests[16 * place : 16 * place + 16].hex()
@@ -172,15 +205,39 @@ class Rows:
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
+        self.entries.close()
+
+    @cached_property
+    def _sorted(self) -> tuple[np.ndarray, np.ndarray]:
+        """The hashes of the keys in their order, and which rows they are of, those of one hash in the file's order."""
+        hashes = np.asarray(self._keys)
+        places = np.argsort(hashes, kind="stable")
+        return hashes[places], places
+
+    def _refuse_twins(self) -> None:
+        """Refuse two rows of one id. Rows whose keys have one hash are read again; nearly always they are such."""
+        hashes = np.sort(self._keys)
+        twins = hashes[1:][hashes[1:] == hashes[:-1]]
+        self._next, self._twins = 0, len(twins) > 0  # where a key is looked for first; whether two have one hash
+        lines: dict[str, int] = {}
+        for place in np.flatnonzero(np.isin(self._keys, twins)) if self._twins else ():
+            row = self[place]
+            if (line := lines.setdefault(row.key, row.line)) != row.line:
+                raise RingkvError(f"{self._name}: line {row.line}: id {row.id!r} is also that of line {line}")
 
     def _numbered(self) -> Iterator[tuple[int, int, bytes]]:
         """(number, offset, line) of every line that is not blank."""
         offset = 0
         with naming(self._input):
             for number, line in enumerate(self._file, 1):
-                if line.strip():
+                if not line.isspace():
                     yield number, offset, line
                 offset += len(line)
+
+
+def settings_entry(key: str, digest: str, *, first: bool) -> bytes:
+    """The line of a row in the settings, with the line end before it."""
+    return f'{"" if first else ","}\n  {_CANONICAL.encode(key)}: "{digest}"'.encode()
 
 
 def _twice_readable(source: str | os.PathLike[str]) -> IO[bytes]:
@@ -202,21 +259,33 @@ def _copied(file: IO[bytes]) -> IO[bytes]:
 
 
 def _row(number: int, line: bytes) -> Row:
+    given, id, kind = _checked(number, line)
+    return _made(number, given, id, kind, _digest(given))
+
+
+def _made(number: int, given: dict[str, Any], id: str | int, kind: str, digest: str) -> Row:
+    carried = {name: value for name, value in given.items() if name not in ("id", "params", kind)}
+    return Row(number, id, kind, given[kind], given.get("params", {}), carried, digest)
+
+
+def _checked(number: int, line: bytes) -> tuple[dict[str, Any], str | int, str]:
+    """What a line holds, its id, and whether it has a "prompt" or "messages"."""
     given = parse_object(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
-    fields = dict(given)
-    kinds = [kind for kind in ("prompt", "messages") if kind in fields]
-    if len(kinds) != 1:
+    kind = "messages" if "messages" in given else "prompt"
+    if kind not in given or (kind == "messages" and "prompt" in given):
         has = ", ".join(given) or "nothing"
         raise RingkvError(f"a row has either prompt or messages; this one has {has}")
-    if OURS in fields:
+    if OURS in given:
         raise RingkvError(f"{OURS} is the name of results; accepted is a row without it")
-    id = fields.pop("id", str(number))
+    id = given.get("id", str(number))
     if not (isinstance(id, str) or is_int(id)):
         raise RingkvError.bad("id", id, "a string or a whole number")
-    params = fields.pop("params", {})
-    canonical = _CANONICAL.encode(given).encode()
-    prompt = fields.pop(kinds[0])
-    return Row(number, id, kinds[0], prompt, params, fields, hashlib.sha256(canonical).hexdigest()[:32])
+    return given, id, kind
+
+
+def _digest(given: Mapping[str, Any]) -> str:
+    """Half of the SHA-256 of a row, the same in whatever order its fields stand."""
+    return hashlib.sha256(_CANONICAL.encode(given).encode()).hexdigest()[:32]
 
 
 def parse_object(line: bytes) -> dict[str, Any]:

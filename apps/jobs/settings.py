@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ringkv.apps.jobs.rows import parse_object
 from ringkv.errors import RingkvError, naming
@@ -20,15 +21,18 @@ _ROWS = b' "rows": {\n'
 _NONE = "it is not the settings of a run"
 
 
-def write_settings(path: Path, head: Mapping[str, Any], rows: Iterable[tuple[str, str]]) -> None:
-    """Write the file as a whole: ``json.dumps(..., indent=1)`` of the head and of "rows", an object of digests."""
+def write_settings(path: Path, head: Mapping[str, Any], rows: IO[bytes]) -> None:
+    """Write the file as a whole: ``json.dumps(..., indent=1)`` of the head and of "rows", an object of digests.
+
+    Args:
+        rows: what ``settings_entry`` gives of each.
+    """
     with replacing(path) as fd, os.fdopen(fd, "wb", closefd=False) as file:
         file.write(json.dumps({**head, "rows": {}}, indent=1).encode().removesuffix(b"}\n}"))
-        between = b"\n"
-        for key, digest in rows:
-            file.write(between + f'  {json.dumps(key)}: "{digest}"'.encode())
-            between = b",\n"
-        file.write(b"}\n}" if between == b"\n" else b"\n }\n}")
+        begun = file.tell()
+        rows.seek(0)
+        shutil.copyfileobj(rows, file)
+        file.write(b"}\n}" if file.tell() == begun else b"\n }\n}")
     os.close(fd)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ringkv.kernels.blocks import blocks
 from ringkv.kernels.pairs import Pairs
 from ringkv.kernels.philox import EVICTION, PROJECTION, normal, to_uniform
 from ringkv.kernels.table import (
@@ -148,7 +149,7 @@ class Live:
     def turned(self, rotation: Tensor) -> Tensor:
         """All queries as ``rotation``, a factor a pair [P, D/2], turns them from before RoPE: float32 [P, Hq, w, D]."""
         out = torch.empty(len(self.pairs), *self.queries.shape[2:], dtype=torch.float32, device=self.last.device)
-        for start in range(0, out.shape[2], block := self._queries_at_once):
+        for start in blocks(out.shape[2], block := self._queries_at_once, out):
             queries = self.unrotated(start, start + block)
             out[:, :, start : start + block] = unpaired(queries.mul_(rotation[:, None, None]))
         return out
@@ -162,7 +163,7 @@ class Live:
         p, (heads, w, d) = len(self.pairs), self.queries.shape[2:]
         total = torch.zeros(p, heads, d, dtype=torch.float32, device=self.last.device)
         moduli = torch.zeros(p, heads, d // 2, dtype=torch.float32, device=self.last.device)
-        for start in range(0, w, block := self._queries_at_once):
+        for start in blocks(w, block := self._queries_at_once, total):
             old = self.query_position[:, None, start : start + block, None] < since[:, None, None, None]
             queries = self.unrotated(start, start + block).masked_fill(old, 0.0)
             total += unpaired(queries.sum(2))

@@ -7,6 +7,7 @@ it must know (counts, spans), since every change follows from what it launched.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,6 +92,9 @@ class Storage:
 class Ring(Storage):
     """The KV storage of B lanes, and its tables.
 
+    Args:
+        start: what the policy's state starts with; None asks the policy, which may read a file.
+
     Attributes, beside those of ``Storage``:
         order: int32 [L, B, H, S], a permutation of the slots: the first ``count`` are live in position order, the rest
             are written next.
@@ -104,7 +108,13 @@ class Ring(Storage):
     """
 
     def __init__(
-        self, model: ModelConfig, config: RingConfig, lanes: int, device: torch.device, dtype: torch.dtype
+        self,
+        model: ModelConfig,
+        config: RingConfig,
+        lanes: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        start: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.policy, self.retention = config.policy, config.retention
         self.layers, self.lanes, self.kv_heads, self.heads = model.layers, lanes, model.kv_heads, model.heads
@@ -129,7 +139,7 @@ class Ring(Storage):
             pin=zeros(lanes, dtype=torch.int64),
             inv_freq=layer_frequencies(model).to(device),
             unranked=zeros(lanes, dtype=torch.float32),
-            state=PolicyState(self.policy, self.policy.start(model), slots, device),
+            state=PolicyState(self.policy, self.policy.start(model) if start is None else start, slots, device),
         )
         self.order = zeros(*slots, dtype=torch.int32)
         self.order += torch.arange(config.capacity, dtype=torch.int32, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from job_runs import (
     run,
     run_until,
     tokens,
+    tokens_without_errors,
     write_rows,
 )
 from ringkv import Engine, RingConfig, SamplingParams
@@ -200,6 +202,51 @@ def test_a_result_of_a_row_that_is_new_is_not_of_the_earlier_run(tmp_path):
     output.write_bytes(b'{"id": "row 2", "ringkv": {"sample": 0}}\n')
     with pytest.raises(RingkvError, match="it holds sample 0 of row 'row 2', which is not in the input"):
         run(write_rows(source, *ROWS), output)
+
+
+def test_ids_of_one_hash_are_told_apart(tmp_path, monkeypatch):
+    """Oracle: a run in which no two have one."""
+    rows = [*ROWS, {"prompt": "last"}]
+    source, output = write_rows(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    run(source, tmp_path / "whole.jsonl")
+    monkeypatch.setattr(ringkv.apps.jobs.rows, "hash", lambda key: -5, raising=False)
+    run_until(4, source, output)
+    settings = tmp_path / "out.jsonl.ringkv.json"
+    theirs = json.loads(settings.read_text())
+    theirs["rows"] = dict(reversed(theirs["rows"].items()))  # so that each is looked up
+    settings.write_text(json.dumps(theirs, indent=1))
+    run(source, output)
+    assert tokens(output) == tokens(tmp_path / "whole.jsonl")
+    with pytest.raises(RingkvError, match=f"{source}: line 9: id 'row 2' is also that of line 3"):
+        run(write_rows(source, *rows, {"prompt": "more"}, {"prompt": "x", "id": "row 2"}), output)
+    theirs["rows"]["row 7"] = theirs["rows"].pop("7")
+    settings.write_text(json.dumps(theirs, indent=1))
+    with pytest.raises(RingkvError, match="row 'row 7' is not in the input any more"):
+        run(write_rows(source, *rows), output)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_long_stretch_of_refused_rows_is_heard_at_once(tmp_path, monkeypatch, number):
+    """Refused rows are passed over until the engine has its next one. Oracle: the same rows in one run."""
+    rows = [{"prompt": f"p{at}" if at in (0, 399) else at} for at in range(400)]
+    source, output = write_rows(tmp_path / "in.jsonl", *rows), tmp_path / "out.jsonl"
+    run(source, tmp_path / "whole.jsonl", engine=SimpleNamespace(iterate=at_once))
+    check, walked = Row.check_prompt, []
+
+    def signalled(row):
+        walked.append(row.line)
+        if len(walked) == 100:
+            signal.raise_signal(number)
+        check(row)
+
+    monkeypatch.setattr(Row, "check_prompt", signalled)
+    status = run(source, output, engine=SimpleNamespace(iterate=at_once))
+    assert (status.interrupted, len(walked)) == (True, 100)
+    assert len(lines(output)) == status.done < 400
+    monkeypatch.undo()
+    assert run(source, output, engine=SimpleNamespace(iterate=at_once)).done == 400
+    assert tokens_without_errors(output) == tokens_without_errors(tmp_path / "whole.jsonl")
+    assert len(lines(output)) == 400
 
 
 @pytest.mark.parametrize("kept", [1 << 24, 100])

@@ -364,8 +364,8 @@ SWALLOWING = """
     [
         (IN_C, [signal.SIGTERM]),
         (IN_C, [signal.SIGINT]),
-        (f"ending.UNHEARD = 1e9; {IN_C}", [signal.SIGTERM, signal.SIGTERM]),
-        (f"ending.HEARD = 0.5{SWALLOWING}", [signal.SIGTERM]),
+        (f"ending.WITHIN = 1e9; {IN_C}", [signal.SIGTERM, signal.SIGTERM]),
+        (SWALLOWING, [signal.SIGTERM]),
     ],
 )
 def test_a_signal_that_nobody_hears_ends_it(work, signals):

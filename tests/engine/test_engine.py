@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import re
 import weakref
@@ -12,6 +13,7 @@ import torch
 from naive import Naive
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams
 from ringkv.engine import runner
+from ringkv.models.checkpoints.state_dict import StateDictCheckpoint
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
 RING = RingConfig(budget=40, window=8)
@@ -323,6 +325,44 @@ def test_update_weights_in_place():
     with pytest.raises(RingkvError, match=r"model\.norm\.weight"):
         engine.update_weights(weights)
     assert engine.generate(prompt(9), params(temperature=0)).token_ids == new
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("copied", [0, 1, 17, -1])
+def test_an_update_that_was_interrupted_is_finished_before_anything_is_computed(dtype, copied, monkeypatch):
+    """Oracle: an engine of the new weights."""
+    config, old, new = tiny_config(), *(tiny_weights(tiny_config(), torch.float32, seed) for seed in (0, 1))
+    engine, fresh = (Engine(each, config=config, ring=RING, dtype=dtype) for each in (old, new))
+    before = engine.generate(prompt(9), params(temperature=0)).token_ids
+    read, names = StateDictCheckpoint.read, list(engine.model.destinations())
+
+    def interrupted(checkpoint, name, out):
+        read(checkpoint, name, out)
+        left.remove(name)
+        if len(left) == ending:
+            raise KeyboardInterrupt
+
+    left, ending = set(names), (len(names) - copied - 1) % len(names)
+    monkeypatch.setattr(StateDictCheckpoint, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.update_weights(new)
+    monkeypatch.undo()
+    assert len(left) == ending
+    with pytest.raises(RingkvError, match="the tensors do not fit"):
+        engine.update_weights({})
+    for use in (
+        lambda: engine.generate(prompt(9)),
+        lambda: engine.generate([prompt(9), prompt(8)]),
+        lambda: next(engine.stream(prompt(9))),
+        lambda: engine.score(prompt(9)),
+    ):
+        with pytest.raises(RingkvError, match=r"^weights: an update was interrupted, .* accepted is another update$"):
+            use()
+    done = asyncio.run(engine.agenerate(prompt(9), params()))
+    assert (done.finish_reason, done.error["type"], done.token_ids) == ("error", "RingkvError", [])
+    engine.update_weights(new)
+    now = engine.generate(prompt(9), params(temperature=0)).token_ids
+    assert now == fresh.generate(prompt(9), params(temperature=0)).token_ids != before
 
 
 def test_from_a_state_dict_and_its_config():

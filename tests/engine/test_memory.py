@@ -14,8 +14,10 @@ from ringkv.engine import loading
 from ringkv.engine import memory as plan
 from ringkv.engine.live_bytes import LiveBytes
 from ringkv.engine.memory import Planner, free_memory, settle
-from ringkv.engine.policies import POLICIES
+from ringkv.engine.policies import POLICIES, future
+from ringkv.engine.policies.statistics import save_statistics
 from ringkv.engine.ring import storage
+from ringkv.engine.ring.storage import Ring
 from ringkv.engine.sampling.device import Sampler
 from ringkv.engine.sampling.steering import Steering
 from ringkv.kernels.backend import use
@@ -116,15 +118,35 @@ def test_the_prefill_peak_of_every_policy_and_shape(decoders, shape, policy, ret
 
 
 @pytest.mark.parametrize("n", [1025, 2111, 5001])
-@pytest.mark.parametrize("policy", ["vase-attnv", "h2o", "rkv", "curdkv"])
+@pytest.mark.parametrize("policy", ["vase-attnv", "h2o", "rkv", "curdkv", "expected-attention", "triattention"])
 def test_the_first_blocks_stand_for_all(policy, n, monkeypatch):
     """Oracle: the count of all of them."""
     monkeypatch.setattr(storage, "SCRATCH_BYTES", 1 << 20)
     planner, ring = Planner(model_shaped(), torch.float32), RingConfig(256, 64, policy)
     counted = planner.prefill_bytes(ring, n)
-    for module in ("models.decoder", *(f"kernels.{name}" for name in ("leverage", "observe", "redundancy", "scores"))):
+    names = ("key_scores", "leverage", "observe", "redundancy", "scores")
+    for module in ("models.decoder", "engine.policies.live", *(f"kernels.{name}" for name in names)):
         monkeypatch.setattr(f"ringkv.{module}.blocks", lambda n, size, like: range(0, n, size))
     assert planner.prefill_bytes(ring, n) == counted
+
+
+def test_a_policy_that_reads_a_file_is_asked_once_and_for_the_whole_model(tmp_path, monkeypatch):
+    """The prefill is counted on a model of two layers. Oracle: the ring."""
+    config, reads = model_shaped(), []
+    mean, modulus = torch.zeros(config.layers, config.heads, 64), torch.zeros(config.layers, config.heads, 32)
+    (tmp_path / "stats").write_bytes(save_statistics(mean, modulus, "x", 3))
+    load = future.load_statistics
+    monkeypatch.setattr(future, "load_statistics", lambda *given: reads.append(given) or load(*given))
+    ring = RingConfig("auto", 8, f"triattention:stats={tmp_path / 'stats'}")
+    planner = Planner(config, torch.float32)
+    most = planner.most_budget(ring, 2, 1 << 28, 1 << 20)
+    sized = replace(ring, budget=most)
+    planned = planner.plan(sized, 2)
+    assert planner.longest_prompt(sized, 1 << 30) > 4096
+    assert len(reads) == 1
+    assert planned.ring_bytes == Ring(config, sized, 2, CPU, torch.float32).nbytes
+    with pytest.raises(RingkvError, match="accepted is float32"):
+        Planner(model_shaped(layers=2), torch.float32).plan(sized, 2)
 
 
 @pytest.mark.parametrize("policy", ["vase-attnv", "full"])

@@ -11,6 +11,7 @@ import torch
 from kernel_checks import assert_as_exact, three_ways
 from ringkv.kernels import native, prefill_attention
 from ringkv.kernels.backend import use
+from ringkv.kernels.blocks import pausing
 from ringkv.kernels.table import causal_attention
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -69,14 +70,17 @@ def test_the_blocks_of_a_long_prompt_change_no_bit(cpu_path, monkeypatch):
     """On both paths; between them a caller may stop it."""
     inputs, scratch, calls = prompt(3000, 6, 3, 16), torch.empty(1 << 20), []
     with use(cpu_path):
-        whole = causal_attention(*inputs, scratch, lambda: calls.append("of a short one"))
+        with pausing(lambda: calls.append("of a short one")):
+            whole = causal_attention(*inputs, scratch)
         assert calls == []
         monkeypatch.setattr(native, "AT_ONCE", 1)
         monkeypatch.setattr(prefill_attention, "LONG", 1)
-        assert torch.equal(causal_attention(*inputs, scratch, lambda: calls.append("between")), whole)
+        with pausing(lambda: calls.append("between")):
+            assert torch.equal(causal_attention(*inputs, scratch), whole)
         assert len(calls) >= 2
-        with pytest.raises(ZeroDivisionError):
-            causal_attention(*inputs, scratch, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError), pausing(lambda: 1 / 0):
+            causal_attention(*inputs, scratch)
+        assert torch.equal(causal_attention(*inputs, scratch), whole), "nobody asks any more"
 
 
 def guarded(x):

@@ -449,6 +449,15 @@ def test_words_that_were_added_are_not_control_tokens() -> None:
     assert tokenizer.decode([2, 3, 4]) == "ö    <x>"
 
 
+def test_a_long_text_has_the_ids_of_its_parts(smollm2: Tokenizer) -> None:
+    """It takes another way through the library, on which other threads run."""
+    text = "A rather long text.\n" * 4000
+    assert len(text) > 1 << 16
+    assert smollm2.encode(text) == smollm2.encode(text[: len(text) // 2]) * 2
+    with pytest.raises(RingkvError, match="surrogate"):
+        smollm2.encode(text + "\ud83d")
+
+
 def test_half_a_surrogate_pair(smollm2: Tokenizer) -> None:
     for control in (True, False):
         with pytest.raises(RingkvError, match="surrogate"):
