@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringkv.models.config import ModelConfig
 
-SAMPLE = 1024  # numbers of a tensor that count, evenly spread; all of a smaller one
+SAMPLE = 4096  # numbers of a tensor that count, evenly spread; all of a smaller one
 _LEAST = 2.0**-16  # float16 cannot hold all that is smaller and that bfloat16 can
 
 
