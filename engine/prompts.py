@@ -206,6 +206,8 @@ class Prompts:
         if snapshot.tail != "answer":
             raise RingkvError(f"append: it ends with the {snapshot.tail} message; accepted are messages to go on with")
         more: Any = snapshot.more
+        if not isinstance(more, Sequence):
+            raise RingkvError.bad("append", more, "a text, token ids or messages")
         ids = self._need_tokenizer().encode(more, control=False) if isinstance(more, str) else list(more)
         tokens, passed, ids = list(past.tokens), list(past.passed), self.check_ids(ids) if ids else []
         if ids and snapshot.ended == "stop" and snapshot.unread and tokens[-1] in stop_ids:

@@ -24,7 +24,14 @@ _NOT_SETTINGS = ("seed", "stats", "quiet", "debug", "threads", *SAMPLING_FIELDS)
 
 
 def run_file(
-    options: Options, params: SamplingParams, input: str, output: str, *, lanes: Any, retry_errors: bool
+    options: Options,
+    params: SamplingParams,
+    input: str,
+    output: str,
+    *,
+    lanes: Any,
+    retry_errors: bool,
+    every: Any = 0,
 ) -> int:
     """Generate from a file of prompts.
 
