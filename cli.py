@@ -74,7 +74,7 @@ def generate(
     ),
     fork: Any = numeric("With --resume: go on in so many branches (1).", STATE, default=1),
     checkpoint_every: Any = numeric(
-        "With --input: keep running rows on the disk every so many tokens, for a run that is killed (2000; 0: never).",
+        "With --input: keep running rows on the disk every so many tokens, for a run that is killed (4000; 0: never).",
         STATE,
     ),
 ) -> int:
@@ -91,7 +91,7 @@ def generate(
         from ringkv.apps.jobs.terminal import run_file
 
         lanes = 4 if lanes is None else lanes
-        every = 2000 if checkpoint_every is None else checkpoint_every
+        every = 4000 if checkpoint_every is None else checkpoint_every
         return run_file(options, params, input, output, lanes=lanes, retry_errors=retry_errors, every=every)
     if retry_errors:
         raise RingkvError("--retry-errors: it goes with --input")

@@ -280,10 +280,20 @@ class Engine:
             RingkvError: a file that holds no snapshot, one of another model or ring, or params that it does not allow.
         """
         if not isinstance(snapshot, Snapshot):
-            snapshot = Snapshot.load(snapshot, self._accept)
+            snapshot = self.load(snapshot)
         if append is not None:
             snapshot = snapshot.then(append)
         return self.stream(snapshot, params, on_prefill=on_prefill, keep=keep, every=every)
+
+    def load(self, path: str | os.PathLike[str]) -> Snapshot:
+        """Read the file of a snapshot that this engine can go on from; its sizes are compared before it is read.
+
+        Raises:
+            RingkvError: it is none, or one of another model or ring; it names the file and what differs.
+        """
+        snapshot = Snapshot.load(path, self._accept)
+        check_lane(snapshot, self._runner, self.prompts.config.vocab_size)
+        return snapshot
 
     def read(
         self,
