@@ -72,6 +72,11 @@ def check_lane(snapshot: Snapshot, runner: Runner, vocabulary: int) -> None:
     ring, held = runner.ring, snapshot.lane
     unread = snapshot.unread
     read = len(snapshot.prompt) + len(snapshot.tokens) - len(unread)
+    for name, ids in (("prompt", snapshot.prompt), ("tokens", snapshot.tokens)):
+        if wrong := [id for id in ids if not 0 <= id < vocabulary]:
+            raise _broken(snapshot, f"ids.{name} holds {wrong[0]}; accepted are 0 to {vocabulary - 1}")
+    if not snapshot.prompt:
+        raise _broken(snapshot, "ids.prompt is empty")
     if not ring.policy.evicts and bool((held["count"] != read).any()):
         raise _broken(snapshot, f"count differs from the {read} tokens that were read")
     for name, value in (("seen", read), ("pin", snapshot.pin), *(("next_token", token) for token in unread)):
@@ -91,7 +96,7 @@ def _floats(held: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _broken(snapshot: Snapshot, problem: str) -> RingkvError:
-    return RingkvError(f"snapshot {snapshot.source!r}: lane: {problem}")
+    return RingkvError(f"snapshot {snapshot.source!r}: {problem}")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -32,6 +32,7 @@ _DTYPES |= {torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.boo
 _IDS = ("ids.prompt", "ids.tokens", "ids.forced")
 _LOGPROBS = "logprobs"
 _DEFAULTS = {each.name: each.default for each in dataclasses.fields(SamplingParams)}
+_TAILS, _ENDINGS = ("answer", "system", "developer", "assistant"), ("", "stop", "length", "repetition", "cancelled")
 # What the JSON says of the request, with the type of each.
 _FIELDS = {"seed": int, "sample": int, "pin": int, "inside": bool, "tail": str, "ended": str, "warnings": list}
 _FIELDS |= {"retained": list, "passed": list}
@@ -221,6 +222,9 @@ def _checked(about: Any) -> dict[str, Any]:
             raise RingkvError.bad(name, value, f"of the type {kind.__name__}")
     if unknown := sorted(about["params"].keys() - _DEFAULTS.keys()):
         raise RingkvError(f"params: {unknown[0]} is not known")
+    for name, accepted in (("tail", _TAILS), ("ended", _ENDINGS)):
+        if about[name] not in accepted:
+            raise RingkvError.bad(name, about[name], ", ".join(map(repr, accepted)))
     if not all(isinstance(text, str) for text in about["warnings"]):
         raise RingkvError("warnings: accepted are texts")
     for name, values, most in (

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kill_runs import SETTINGS
 
 from job_runs import lines, write_rows
+from kill_runs import SETTINGS
 from ringkv import Engine, RingConfig, SamplingParams, Snapshot
 from ringkv.apps.jobs.checkpoints import Checkpoints
 from ringkv.apps.jobs.job import Job
