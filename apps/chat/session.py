@@ -153,7 +153,7 @@ class ChatSession:
             if most.max_tokens is not None:
                 most = most.replace(max_tokens=len(ring.tokens) + most.max_tokens)
             events = self.engine.resume(ring, most, on_prefill=self.on_prefill, keep=True)
-            return self._take(dataclasses.replace(self._answer), events)
+            return self._take(dataclasses.replace(self._answer, ids=list(self._answer.ids)), events, whole=True)
         answer = self._whole(self._answer)
         seed = self.params.seed if answer.seed is None else answer.seed
         params = self.params.replace(seed=seed, thinking=answer.thinking)
@@ -169,7 +169,12 @@ class ChatSession:
         self._seed = self.params.seed
         return self._take(answer, events)
 
-    def _take(self, answer: _Answer, events: Events) -> Events:
+    def _take(self, answer: _Answer, events: Events, whole: bool = False) -> Events:
+        """Pass events on, and keep what they say.
+
+        Args:
+            whole: their completion tells of the whole answer. What was held back at its cut comes in them once more.
+        """
         with closing(events):
             try:
                 for event in events:
@@ -180,6 +185,8 @@ class ChatSession:
                     else:
                         answer.thought += event.text
                     if event.completion is not None:
+                        if whole:
+                            answer.text, answer.thought = event.completion.text, event.completion.thinking or ""
                         self._keep(answer, event.completion)
                     yield event
             except GeneratorExit:
