@@ -102,7 +102,7 @@ def test_an_interrupt_and_a_closed_stream_keep_what_came():
     stream = asked.session.send("Yo")
     next(stream)
     stream.close()
-    assert [turn["content"] for turn in asked.session.turns] == ["Hi", "aaaa", "Yo", "b"]
+    assert [turn["content"] for turn in asked.session.turns] == ["Hi", "aaaaa", "Yo", "b"]
     assert asked.session.unfinished
     assert asked.say("So") == "c"
 
