@@ -15,6 +15,7 @@ _HOME = {
     "RingConfig": "ringkv.engine.config",
     "RingkvError": "ringkv.errors",
     "SamplingParams": "ringkv.engine.config",
+    "Snapshot": "ringkv.engine.snapshot",
     "StreamEvent": "ringkv.engine.completion",
     "register_policy": "ringkv.engine.policies",
 }
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ringkv.engine.policies import Policy as Policy
     from ringkv.engine.policies import register_policy as register_policy
     from ringkv.engine.retention import ReFreeKV as ReFreeKV
+    from ringkv.engine.snapshot import Snapshot as Snapshot
     from ringkv.errors import RingkvError as RingkvError
 
 

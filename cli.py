@@ -21,6 +21,7 @@ from ringkv.apps.options import (
     RING,
     RING_FIELDS,
     SAMPLING,
+    STATE,
     WHERE,
     Options,
     argument_text,
@@ -64,6 +65,18 @@ def generate(
     ),
     json: bool = flag("Print the completion as JSON.", OUTPUT, "--json"),
     trace: Path | None = option("Record where every token goes, for `ringkv trace` to draw.", OUTPUT, metavar="FILE"),
+    save: Path | None = option(
+        "Write what the text goes on from, at its end, on Ctrl-C and on SIGTERM.", STATE, metavar="FILE"
+    ),
+    every: Any = numeric("With --save: write it every so many tokens too (0: never).", STATE, default=0),
+    resume: Path | None = option(
+        "Go on from what --save wrote, with its ring and options where none are given.", STATE, metavar="FILE"
+    ),
+    fork: Any = numeric("With --resume: go on in so many branches (1).", STATE, default=1),
+    checkpoint_every: Any = numeric(
+        "With --input: keep running rows on the disk every so many tokens, for a run that is killed (4000; 0: never).",
+        STATE,
+    ),
 ) -> int:
     """Generate from one prompt, streaming the text to stdout, or from a file of prompts."""
     params = options.params(n=n)
@@ -72,16 +85,35 @@ def generate(
             raise RingkvError("--input and --output: both are needed for a file of prompts, and no other prompt")
         if trace is not None:
             raise RingkvError("--trace: it records one prompt; accepted is no --input with it")
+        for name, given in (("--save", save), ("--resume", resume), ("--every", every), ("--fork", fork != 1)):
+            if given:
+                raise RingkvError(f"{name}: it is for one prompt; accepted with --input is --checkpoint-every")
         from ringkv.apps.jobs.terminal import run_file
 
         lanes = 4 if lanes is None else lanes
-        return run_file(options, params, input, output, lanes=lanes, retry_errors=retry_errors)
+        every = 4000 if checkpoint_every is None else checkpoint_every
+        return run_file(options, params, input, output, lanes=lanes, retry_errors=retry_errors, every=every)
     if retry_errors:
         raise RingkvError("--retry-errors: it goes with --input")
-    from ringkv.apps.generate import run_prompt
+    if checkpoint_every is not None:
+        raise RingkvError("--checkpoint-every: it goes with --input; accepted for one prompt are --save and --every")
+    from ringkv.apps.generate import Going, run_prompt
 
-    lanes = 1 if lanes is None else lanes
-    return run_prompt(options, params, prompt, prompt_file, lanes=lanes, json=json, trace=trace)
+    lanes, going = 1 if lanes is None else lanes, Going(save, every, resume, fork)
+    return run_prompt(options, params, prompt, prompt_file, lanes=lanes, json=json, trace=trace, going=going)
+
+
+@app.command()
+@with_options("debug")
+def state(
+    options: Options,
+    file: Path = typer.Argument(..., help="What --save wrote.", metavar="FILE", show_default=False),
+    json: bool = flag("Print a JSON object.", OUTPUT, "--json"),
+) -> None:
+    """Show what a text goes on from, as a file holds it: model, ring, tokens, options. No weights are loaded."""
+    from ringkv.apps.state.terminal import show_state
+
+    show_state(file, json)
 
 
 @app.command()

@@ -42,13 +42,14 @@ def write_whole(path: Path, data: bytes, field: str = "output") -> None:
 
 
 @contextmanager
-def replacing(path: Path, field: str = "output") -> Generator[int, None, None]:
+def replacing(path: Path, field: str = "output", *, private: bool = False) -> Generator[int, None, None]:
     """A new file that takes the place of the old one when the block ends. At every moment it is one of the two.
 
     A link to the file stays a link, and the file's permissions stay.
 
     Args:
         field: what errors call the file.
+        private: only its owner can read it, whatever the old one's permissions were.
 
     Yields:
         A descriptor to write to, which the caller closes after the block. It is closed already if the block fails.
@@ -65,6 +66,8 @@ def replacing(path: Path, field: str = "output") -> Generator[int, None, None]:
         if mode is not None and not stat.S_ISREG(mode):  # a device would be replaced by a file
             raise RingkvError.bad(field, str(path), "a regular file")
         new.unlink(missing_ok=True)
+        if private:
+            mode = stat.S_IFREG | 0o600
         fd = os.open(new, FLAGS | os.O_EXCL, 0o666 if mode is None else stat.S_IMODE(mode))
         try:
             if mode is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -24,7 +24,7 @@ SAMPLING_FIELDS: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "m
 SAMPLING_FIELDS += ("stop_token_ids", "max_thinking_tokens", "on_repetition")
 # The headings of --help.
 RING, SAMPLING, MACHINE, OUTPUT = "Ring", "Sampling", "Model and machine", "Output"
-MEASURED = "What is measured"
+MEASURED, STATE = "What is measured", "Stop and go on"
 
 # What completion offers: constants here, since the engine's own lists take a second to import.
 POLICY_NAMES: tuple[str, ...] = ("full", "streaming", "random", "tova", "h2o", "snapkv", "rkv", "gkv", "curdkv")
@@ -173,6 +173,17 @@ class Options:
         if named is not None and self.model not in (Options().model, named):
             raise RingkvError(f"--model {self.model}: {named} is named too; accepted is one of them")
         return self.model if named is None else named
+
+    def with_ring(self, about: Mapping[str, Any]) -> Options:
+        """With the ring of a snapshot, where no option says another one.
+
+        Raises:
+            RingkvError: its policy is of a module, which no file may have imported.
+        """
+        theirs = {name: about.get(name) for name in ("budget", "window", "policy", "sinks")}
+        if self.policy is None and str(theirs["policy"]).partition(":")[0] not in POLICY_NAMES:
+            raise RingkvError(f"--policy: the snapshot is of {theirs['policy']!r}, which --resume takes by name only")
+        return replace(self, **theirs | self.given(*theirs))
 
     def ring(self) -> RingConfig:
         """The ring that these options describe; a policy may be a class of a module in the current folder."""

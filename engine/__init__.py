@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ringkv.engine.runner import Progress, Runner
     from ringkv.engine.sampling.values import Sampling
     from ringkv.engine.seeds import effective_seed
+    from ringkv.engine.snapshot import Snapshot
     from ringkv.engine.spec import describe
     from ringkv.engine.text.thoughts import ANSWER, THINKING
     from ringkv.models.checkpoints.open import open_checkpoint, open_config, open_tokenizer
@@ -47,6 +48,7 @@ _NAMES = {
     "engine.runner": "Progress Runner",
     "engine.sampling.values": "Sampling",
     "engine.seeds": "effective_seed",
+    "engine.snapshot": "Snapshot",
     "engine.spec": "describe",
     "engine.text.thoughts": "ANSWER THINKING",
     "models.checkpoints.open": "open_checkpoint open_config open_tokenizer",

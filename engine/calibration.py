@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-
-import torch
 
 from ringkv.engine.policies import Policy
 from ringkv.engine.policies.statistics import save_statistics
@@ -28,7 +25,7 @@ def calibrate(runner: Runner, ids: Sequence[int]) -> bytes:
     ring.reset(0, seed=0)
     runner.prefill(0, ids)
     mean, modulus = (ring.state.lanes[name][:, 0] for name in ("q_mean", "q_modulus"))
-    return save_statistics(mean, modulus, digest(runner.model), len(ids))
+    return save_statistics(mean, modulus, runner.model.digest, len(ids))
 
 
 def check_calibration(policy: Policy, model: Decoder) -> None:
@@ -38,23 +35,8 @@ def check_calibration(policy: Policy, model: Decoder) -> None:
         RingkvError: with both digests.
     """
     wanted = policy.calibrated_for
-    if wanted is not None and wanted != digest(model):
+    if wanted is not None and wanted != model.digest:
         raise RingkvError(
             f"policy {policy.name}: its statistics are of a model with digest {wanted}, and this one has "
-            f"{digest(model)}; run ringkv calibrate for it"
+            f"{model.digest}; run ringkv calibrate for it"
         )
-
-
-def digest(model: Decoder) -> str:
-    """16 hex digits that tell a model from others, by its sizes and the weights of its norms.
-
-    Norms are small and stay as they are where a model is quantised, and are compared as bfloat16, in which most were
-    trained. A fine-tune that leaves them alone has the digest of its base.
-    """
-    c = model.config
-    norms = [model.norm]
-    for layer in model.layers:
-        norms += [layer.input_norm, layer.mlp_norm, *(layer.qk_norms or ())]
-    weights = torch.cat([norm.to(torch.bfloat16).flatten() for norm in norms]).view(torch.int16).cpu()
-    sizes = f"{c.layers},{c.heads},{c.kv_heads},{c.head_dim},{c.hidden_size},{c.intermediate_size},{c.rope}"
-    return hashlib.sha256(sizes.encode() + weights.numpy().tobytes()).hexdigest()[:16]

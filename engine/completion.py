@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ringkv.engine.record import Record
+from ringkv.engine.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Completion:
         dtype: of weights, computation and ring.
         ring: what the ring did: sizes, evictions, what was retained.
         trace: where every token went, if it was asked for; not in ``to_dict``.
+        snapshot: what the request goes on from, if it was asked for and did not end in an error; not in ``to_dict``.
     """
 
     text: str
@@ -48,11 +50,12 @@ class Completion:
     backend: str
     ring: dict[str, Any]
     trace: Record | None = field(default=None, repr=False, compare=False)
+    snapshot: Snapshot | None = field(default=None, repr=False, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        plain = dataclasses.asdict(dataclasses.replace(self, trace=None))
-        del plain["trace"]
+        plain = dataclasses.asdict(dataclasses.replace(self, trace=None, snapshot=None))
+        del plain["trace"], plain["snapshot"]
         return plain
 
 
@@ -65,6 +68,9 @@ class StreamEvent:
         channel: "thinking" or "answer".
         token_ids: the tokens that this event reports.
         completion: on the last event only.
+        held: whether the text was held back and is shown because nothing follows; a request that goes on from here
+            shows it again, or what it has become.
+        snapshot: what the request goes on from after this event, where one was asked for.
 
     >>> StreamEvent("Blue", token_ids=[42]).channel
     'answer'
@@ -74,3 +80,5 @@ class StreamEvent:
     channel: str = "answer"
     token_ids: list[int] = field(default_factory=list)
     completion: Completion | None = None
+    held: bool = False
+    snapshot: Snapshot | None = field(default=None, repr=False, compare=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
@@ -13,13 +14,17 @@ from typing import Any, Literal, TypeAlias, overload
 import torch
 from torch import Tensor
 
+from ringkv import __version__
+from ringkv.engine.accept import about_ring as snapshot_ring
+from ringkv.engine.accept import accept, check_lane
 from ringkv.engine.calibration import check_calibration
+from ringkv.engine.call import NO_SNAPSHOTS, Call, Keep
 from ringkv.engine.completion import Completion, StreamEvent
 from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
 from ringkv.engine.graph import make_runner
 from ringkv.engine.host_memory import free_memory
 from ringkv.engine.loading import load
-from ringkv.engine.loop import Call, Loop
+from ringkv.engine.loop import Loop
 from ringkv.engine.memory import Planner
 from ringkv.engine.prompts import Prompt, Prompts
 from ringkv.engine.record import Recorder, check_countable
@@ -29,6 +34,7 @@ from ringkv.engine.ring.storage import Ring
 from ringkv.engine.runner import Progress, Runner
 from ringkv.engine.score import token_scores
 from ringkv.engine.serving import Serving
+from ringkv.engine.snapshot import More, Snapshot
 from ringkv.errors import MOST, RingkvError, check_count, check_int, size
 from ringkv.kernels.backend import check, use
 from ringkv.models.checkpoints.base import Checkpoint
@@ -118,7 +124,8 @@ class Engine:
         dtypes = {kind: str(value).removeprefix("torch.") for kind, value in kinds.items()}
         self._kind = {"dtype": dtypes, "backend": self.backend}
         self._ring_about = about_ring(self.ring)
-        self._serving = Serving(Loop(self._runner, self._start, self._report, self._check_room), self._limited)
+        loop = Loop(self._runner, self._start, self._report, self._snapshot, self._check_room)
+        self._serving = Serving(loop, self._limited)
 
     @classmethod
     def from_pretrained(
@@ -153,26 +160,40 @@ class Engine:
     # A text is a sequence of texts too, and an empty list fits any form: the first one that fits is the one meant.
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, prompts: Prompt, params: None = None, *, raw: bool = False, trace: bool = False
+        self, prompts: Prompt, params: None = None, *, raw: bool = False, trace: bool = False, keep: bool = False
     ) -> Completion: ...
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, prompts: Prompt, params: SamplingParams, *, raw: bool = False, trace: bool = False
+        self, prompts: Prompt, params: SamplingParams, *, raw: bool = False, trace: bool = False, keep: bool = False
     ) -> Completion | list[Completion]: ...
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], params: Params = None, *, raw: bool = False, trace: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        *,
+        raw: bool = False,
+        trace: bool = False,
+        keep: bool = False,
     ) -> list[Completion]: ...
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, raw: bool = False, trace: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        raw: bool = False,
+        trace: bool = False,
+        keep: bool = False,
     ) -> Completion | list[Completion]:
         """Generate to the end.
 
         Args:
-            prompts: a text (one user message), a list of messages, a list of token ids, or a list of any of these.
-            params: for all, or one for each prompt.
+            prompts: a text (one user message), a list of messages, a list of token ids, a ``Snapshot``, or a list of
+                any of these.
+            params: for all, or one for each prompt. For a snapshot, None are its own, and ``n`` samples fork it.
             raw: take texts as they are, without the chat template.
             trace: record where every token goes; each completion then has a ``trace``.
+            keep: each completion has a ``snapshot``, from which it can be gone on with.
 
         Returns:
             A ``Completion`` for one prompt, or with n > 1 the list of its samples; for a list of prompts always a list,
@@ -182,12 +203,19 @@ class Engine:
             RingkvError: a lone prompt that is refused. In a list its completion carries ``error``.
         """
         if self.prompts.is_batch(prompts):
-            return _in_order(self._completions(self._call_all(prompts, params, raw, trace)))
-        samples = _in_order(self._completions(self._call(self._prepare(prompts, params, 0, raw, trace), trace=trace)))
+            return _in_order(self._completions(self._call_all(prompts, params, raw, trace, Keep(keep))))
+        requests = self._prepare(prompts, params, 0, raw, trace)
+        samples = _in_order(self._completions(self._call(requests, trace=trace, keep=Keep(keep))))
         return samples if len(samples) > 1 else samples[0]
 
     async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, raw: bool = False, trace: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        raw: bool = False,
+        trace: bool = False,
+        keep: bool = False,
     ) -> Completion | list[Completion]:
         """``generate`` for a task of an event loop. Requests of all tasks and threads share the lanes.
 
@@ -196,9 +224,10 @@ class Engine:
         async with self._serving.place(self.lanes):
             batch = self.prompts.is_batch(prompts)
             if batch:
-                call = self._call_all(prompts, params, raw, trace)
+                call = self._call_all(prompts, params, raw, trace, Keep(keep))
             else:
-                call = self._call(await asyncio.to_thread(self._prepare, prompts, params, 0, raw, trace), trace=trace)
+                requests = await asyncio.to_thread(self._prepare, prompts, params, 0, raw, trace)
+                call = self._call(requests, trace=trace, keep=Keep(keep))
             async with aclosing(self._serving.aevents(call)) as events:
                 done = [(index, event.completion) async for index, event in events if event.completion is not None]
         samples = _in_order(done)
@@ -213,18 +242,80 @@ class Engine:
         on_prefill: Progress | None = None,
         begun: Sequence[int] = (),
         trace: bool = False,
+        keep: bool = False,
+        every: int = 0,
     ) -> Generator[StreamEvent, None, None]:
         """Generate from one prompt, event by event; the last one carries the completion. Closing it cancels.
 
         Args:
             on_prefill: called with (layers done, layers in all) while the prompt is read.
             begun: tokens of an answer to go on with; they are read with the prompt, and a pin ends before them.
-            trace: as of ``generate``.
+            trace, keep: as of ``generate``.
+            every: after so many tokens, and each multiple, an event has a ``snapshot``; 1 is every token.
         """
         if self.prompts.is_batch(prompt):
             raise RingkvError("stream: one prompt at a time; use iterate or generate for a list")
+        check_int("every", every, 0)
         requests = self._prepare(prompt, _one_sample(params), 0, raw, trace, begun)
-        return self._events(self._call(requests, on_prefill, trace))
+        return self._events(self._call(requests, on_prefill, trace, Keep(keep, every)))
+
+    def resume(
+        self,
+        snapshot: Snapshot | str | os.PathLike[str],
+        params: SamplingParams | None = None,
+        append: More | None = None,
+        *,
+        on_prefill: Progress | None = None,
+        keep: bool = False,
+        every: int = 0,
+    ) -> Generator[StreamEvent, None, None]:
+        """Go on from a snapshot, or from its file, as ``stream`` does; what comes is what would have come.
+
+        Args:
+            params: None are the snapshot's. ``max_tokens`` counts the answer from its beginning.
+            append: what is read first; see ``Snapshot.then``.
+            on_prefill, keep, every: as of ``stream``.
+
+        Raises:
+            RingkvError: a file that holds no snapshot, one of another model or ring, or params that it does not allow.
+        """
+        if not isinstance(snapshot, Snapshot):
+            snapshot = self.load(snapshot)
+        if append is not None:
+            snapshot = snapshot.then(append)
+        return self.stream(snapshot, params, on_prefill=on_prefill, keep=keep, every=every)
+
+    def load(self, path: str | os.PathLike[str]) -> Snapshot:
+        """Read the file of a snapshot that this engine can go on from; its sizes are compared before it is read.
+
+        Raises:
+            RingkvError: it is none, or one of another model or ring; it names the file and what differs.
+        """
+        snapshot = Snapshot.load(path, self._accept)
+        check_lane(snapshot, self._runner, self.prompts.config.vocab_size)
+        return snapshot
+
+    def read(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        on_prefill: Progress | None = None,
+    ) -> Snapshot:
+        """Read a prompt once, for any number of answers to it: the snapshot before the first token.
+
+        Messages that end with the user's (or a tool's) wait for an answer. Others are a head, which messages must
+        follow (see ``Snapshot.then``): a system message, or examples.
+
+        Args:
+            params: their seed is that of the noise by which a prompt longer than the ring is ranked.
+        """
+        requests = self._prepare(prompt, _one_sample(params), 0, raw, trace=False, reads=True)
+        ((_, done),) = self._completions(self._call(requests, on_prefill, keep=Keep(last=True)))
+        if done.snapshot is None:
+            raise RingkvError(f"read: {done.error['message'] if done.error is not None else 'it was cancelled'}")
+        return done.snapshot
 
     async def astream(
         self,
@@ -234,6 +325,8 @@ class Engine:
         raw: bool = False,
         begun: Sequence[int] = (),
         trace: bool = False,
+        keep: bool = False,
+        every: int = 0,
     ) -> AsyncGenerator[StreamEvent, None]:
         """``stream`` for a task of an event loop. Closing it, or cancelling the task, ends the request.
 
@@ -243,9 +336,11 @@ class Engine:
         """
         if self.prompts.is_batch(prompt):
             raise RingkvError("astream: one prompt at a time; use agenerate for a list")
+        check_int("every", every, 0)
         async with self._serving.place(self.lanes):
             arguments = prompt, _one_sample(params), 0, raw, trace, begun
-            call = self._call(await asyncio.to_thread(self._prepare, *arguments), trace=trace)
+            requests = await asyncio.to_thread(self._prepare, *arguments)
+            call = self._call(requests, trace=trace, keep=Keep(keep, every))
             async with aclosing(self._serving.aevents(call)) as events:
                 async for _, event in events:
                     yield event
@@ -256,14 +351,20 @@ class Engine:
         params: Params | Iterator[SamplingParams] = None,
         *,
         raw: bool = False,
+        keep: bool = False,
+        every: int = 0,
+        on_snapshot: Callable[[int, Snapshot], object] | None = None,
     ) -> Generator[tuple[int, Completion], None, None]:
         """(index, completion) of each prompt as it finishes. Closing it cancels what still runs.
 
         Args:
             prompts: a list, or an iterator of any length: a prompt is taken from it when a lane is free.
             params: for all, or one for each prompt.
+            keep: as of ``generate``.
+            every: as of ``stream``; ``on_snapshot`` is called with the index and the snapshot.
         """
-        return self._completions(self._call_all(prompts, params, raw))
+        check_int("every", every, 0)
+        return self._completions(self._call_all(prompts, params, raw, keep=Keep(keep, every)), on_snapshot)
 
     def cancel(self, index: int) -> bool:
         """End the request with this index, of every call that is open; its completion says "cancelled".
@@ -358,22 +459,85 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _prepare(
-        self, prompt: object, params: object, index: int, raw: bool, trace: bool, begun: Sequence[int] = ()
+    def _about_snapshots(self) -> dict[str, Any]:
+        """What snapshots say of this engine."""
+        ring, dtypes = snapshot_ring(self.ring), self._kind["dtype"]
+        machine = {"dtype": [dtypes["weights"], dtypes["compute"]], "backend": self.backend}
+        digest = {"ringkv": __version__, "model": self.name, "digest": self.model.digest}
+        return {**digest, **ring, **machine, "device": self.model.device.type}
+
+    def _accept(self, snapshot: Snapshot) -> list[str]:
+        return accept(snapshot, self._about_snapshots(), self._runner)
+
+    def _snapshot(self, generation: Generation, held: dict[str, Tensor]) -> Snapshot:
+        request = generation.request
+        return Snapshot(
+            about=self._about_snapshots(),
+            params=request.params,
+            seed=request.seed,
+            sample=request.sample,
+            pin=request.pin,
+            inside=request.inside_thought,
+            tail=request.tail,
+            ended="" if request.reads else generation.finish_reason or "",
+            warnings=list(request.warnings),
+            retained=list(generation.retained),
+            passed=list(generation.passed),
+            prompt=request.ids,
+            tokens=list(generation.tokens),
+            forced=list(generation.forced),
+            logprobs=list(generation.logprobs),
+            lane=held,
+        )
+
+    def _resumed(
+        self, snapshot: Snapshot, params: object, index: int, trace: bool, begun: Sequence[int], reads: bool
     ) -> list[Request]:
-        requests = self.prompts.prepare(prompt, _one(params), index=index, raw=raw, begun=begun)
+        if trace or begun:
+            name = "trace" if trace else "begun"
+            raise RingkvError(f"{name}: a snapshot cannot be gone on with by it; accepted is none")
+        differs = self._accept(snapshot)
+        if snapshot.source is not None:
+            check_lane(snapshot, self._runner, self.prompts.config.vocab_size)
+        requests = self.prompts.resumed(snapshot, None if params is None else _one(params), index, reads)
+        return [dataclasses.replace(each, warnings=[*each.warnings, *differs]) for each in requests]
+
+    def _prepare(
+        self,
+        prompt: object,
+        params: object,
+        index: int,
+        raw: bool,
+        trace: bool,
+        begun: Sequence[int] = (),
+        reads: bool = False,
+    ) -> list[Request]:
+        if isinstance(prompt, Snapshot):
+            return self._resumed(prompt, params, index, trace, begun, reads)
+        requests = self.prompts.prepare(prompt, _one(params), index=index, raw=raw, begun=begun, reads=reads)
         if trace:
             config, request = self.ring.config, requests[0]
             read = min(len(request.ids), config.capacity) + request.sampling.values["max_tokens"]
             check_countable((read - config.budget_tokens) // config.window if self.ring.policy.evicts else 0)
         return requests
 
-    def _call(self, requests: list[Request], on_prefill: Progress | None = None, trace: bool = False) -> Call:
+    def _call(
+        self,
+        requests: list[Request],
+        on_prefill: Progress | None = None,
+        trace: bool = False,
+        keep: Keep = NO_SNAPSHOTS,
+    ) -> Call:
         """A call for the samples of one prompt."""
-        return self._serving.register(Call([(0, requests)], on_prefill, Recorder(self.ring) if trace else None))
+        return self._serving.register(Call([(0, requests)], on_prefill, Recorder(self.ring) if trace else None, keep))
 
     def _call_all(
-        self, prompts: Iterable[Any], params: Params | Iterator[SamplingParams], raw: bool, trace: bool = False
+        self,
+        prompts: Iterable[Any],
+        params: Params | Iterator[SamplingParams],
+        raw: bool,
+        trace: bool = False,
+        keep: Keep = NO_SNAPSHOTS,
     ) -> Call:
         """A call for many prompts; each is prepared when a lane is free for it."""
         if not isinstance(prompts, Iterator) and not self.prompts.is_batch(prompts):
@@ -383,7 +547,7 @@ class Engine:
                 raise RingkvError(f"params: {len(params)} given for {len(prompts)} prompts")
             params = iter(params)
         waves = self._waves(prompts, params if isinstance(params, Iterator) else repeat(params), raw, trace)
-        return self._serving.register(Call(waves, recorder=Recorder(self.ring) if trace else None))
+        return self._serving.register(Call(waves, recorder=Recorder(self.ring) if trace else None, keep=keep))
 
     def _waves(
         self, prompts: Iterable[Any], each: Iterator[object], raw: bool, trace: bool
@@ -400,9 +564,13 @@ class Engine:
                 wave = failure(self.about(), self._ring_about, error)
             yield index, wave
 
-    def _completions(self, call: Call) -> Generator[tuple[int, Completion], None, None]:
+    def _completions(
+        self, call: Call, on_snapshot: Callable[[int, Snapshot], object] | None = None
+    ) -> Generator[tuple[int, Completion], None, None]:
         with closing(self._serving.events(call)) as events:
             for index, event in events:
+                if event.snapshot is not None and on_snapshot is not None and event.completion is None:
+                    on_snapshot(index, event.snapshot)
                 if event.completion is not None:
                     yield index, event.completion
 
@@ -411,12 +579,12 @@ class Engine:
             for _, event in events:
                 yield event
 
-    def _report(self, generation: Generation, recorder: Recorder | None) -> Completion:
+    def _report(self, generation: Generation, recorder: Recorder | None, snapshot: Snapshot | None) -> Completion:
         record = None
         if recorder is not None and generation.retained:  # its prompt was read
             request = generation.request
             record = recorder.record(generation.lane, request.ids, generation.tokens, request.pin)
-        return completion(self.about(), self._ring_about, generation, record)
+        return completion(self.about(), self._ring_about, generation, record, snapshot)
 
     @cached_property
     def _planner(self) -> Planner:
@@ -473,11 +641,10 @@ def _in_order(results: Iterable[tuple[int, Completion]]) -> list[Completion]:
     return [done for _, done in sorted(results, key=lambda pair: (pair[0], pair[1].sample))]
 
 
-def _one_sample(params: object) -> SamplingParams:
-    one = _one(params)
-    if one.n > 1:
-        raise RingkvError(f"stream: n = {one.n} samples; accepted is 1 (use generate)")
-    return one
+def _one_sample(params: object) -> object:
+    if isinstance(params, SamplingParams) and params.n > 1:
+        raise RingkvError(f"stream: n = {params.n} samples; accepted is 1 (use generate)")
+    return params
 
 
 def _one(params: object) -> SamplingParams:

@@ -2,102 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-import numpy as np
+from torch import Tensor
 
+from ringkv.engine.call import Call, Seat, Step
 from ringkv.engine.completion import Completion, StreamEvent
 from ringkv.engine.policies import gave_nan
 from ringkv.engine.record import Recorder
 from ringkv.engine.request import Generation, Request
 from ringkv.engine.runner import UNRANKED, Drawn, Progress, Runner
+from ringkv.engine.snapshot import LOGITS, Snapshot
 from ringkv.errors import RingkvError
-
-Wave = list[Request] | Completion  # the samples of one prompt; or what a prompt that is refused comes to
-
-
-class Call:
-    """What one caller asks for, and the events that came of it and were not taken yet.
-
-    It is open while the lock ``open`` is held; what belongs to a call that is not open is dropped before the next
-    step. No exception can come between a ``with`` on a lock and its release, wherever an interrupt strikes.
-
-    Args:
-        waves: (index, wave) of each prompt, prepared one by one as lanes come free.
-        on_prefill: called with (layers done, layers in all) while a prompt is read.
-        recorder: observes the ring as long as the call runs.
-
-    Attributes:
-        ready: (index, event), the oldest first.
-        cancelled: the indices of requests to end; may grow at any time, from any thread.
-        ended: nothing more will come.
-        error: what ended it before its time.
-        notify: called from whichever thread has put something into ``ready``, or has ended the call.
-        pumped: nobody who takes its events steps the engine; see ``Serving``.
-    """
-
-    def __init__(
-        self, waves: Iterable[tuple[int, Wave]], on_prefill: Progress | None = None, recorder: Recorder | None = None
-    ) -> None:
-        self._waves, self.on_prefill, self.recorder = iter(waves), on_prefill, recorder
-        self.open = threading.Lock()
-        self.coming: deque[Request] = deque()
-        self.exhausted = self.ended = False
-        self.ready: deque[tuple[int, StreamEvent]] = deque()
-        self.cancelled: set[int] = set()
-        self.error: BaseException | None = None
-        self.notify: Callable[[], None] = lambda: None
-        self.pumped = False
-
-    def fetch(self) -> bool:
-        """Prepare the next prompt, if no request waits; returns whether one waits now, or was answered."""
-        if self.coming or self.exhausted:
-            return bool(self.coming)
-        try:
-            index, wave = next(self._waves, (0, None))
-        except Exception as error:  # of an iterator of the caller's
-            self.fail(error)
-            return False
-        if wave is None:
-            self.exhausted = True
-        elif isinstance(wave, Completion):
-            self.serve(index, StreamEvent("", completion=wave))
-        else:
-            self.coming.extend(wave)
-        return wave is not None
-
-    def serve(self, index: int, event: StreamEvent) -> None:
-        """Hand out an event."""
-        self.ready.append((index, event))
-        self.notify()
-
-    def fail(self, error: BaseException) -> None:
-        """End with an error, which its caller will meet."""
-        self.error = error
-        self.exhausted = True
-        self.coming.clear()
-        self.notify()
-
-
-@dataclass(frozen=True, eq=False)
-class Seat:
-    """A generation that has a lane, and whose it is."""
-
-    call: Call
-    generation: Generation
-
-
-@dataclass(frozen=True)
-class Step:
-    """A launched step whose tokens were not read yet: who ran in it, and the ring's figures after it."""
-
-    seats: dict[int, Seat]
-    counts: np.ndarray  # [L, B]
-    evicted: np.ndarray
-    spans: np.ndarray
 
 
 class Cancelled(Exception):
@@ -117,6 +34,7 @@ class Loop:
         runner: prefills and steps.
         start: makes the generation of a request.
         report: makes the completion of a generation that has ended.
+        snapshot: makes the snapshot of a generation, from a copy of what its lane holds.
         check_room: refuses a prompt of so many tokens that there is no memory to read.
     """
 
@@ -124,11 +42,12 @@ class Loop:
         self,
         runner: Runner,
         start: Callable[[Request, int], Generation],
-        report: Callable[[Generation, Recorder | None], Completion],
+        report: Callable[[Generation, Recorder | None, Snapshot | None], Completion],
+        snapshot: Callable[[Generation, dict[str, Tensor]], Snapshot],
         check_room: Callable[[int], None],
     ) -> None:
         self.runner, self.ring, self.start, self.report = runner, runner.ring, start, report
-        self.check_room = check_room
+        self.snapshot, self.check_room = snapshot, check_room
         self.arrived: deque[Call] = deque()  # any thread may put a call in
         self.calls: list[Call] = []  # those that have not ended
         self.running: dict[int, Seat] = {}
@@ -147,8 +66,8 @@ class Loop:
         self.tidy()
         self._broken = True
         try:
-            if not (admit and self._admit()) and (self._launch() or self.flying):
-                self._collect()
+            if not (admit and self._admit()) and ((launched := self._launch()) or self.flying):
+                self._collect(launched)
         except BaseException as error:
             self._broken = error
             raise
@@ -240,19 +159,19 @@ class Loop:
                     call.fail(error)
                     raise Cancelled from error
 
+        logits = None
         try:
             if self._to_end(call, request):
                 raise Cancelled
-            self.check_room(len(request.ids))
-            self.ring.reset(lane, request.seed, request.sample, request.pin)
-            logits = self.runner.prefill(lane, request.ids, progress)
+            if generation.error is None:
+                logits = self._fill(lane, request, progress)
         except Cancelled:
             generation.cancel()
         except (MemoryError, RuntimeError) as error:  # before it was read, or while it was
             if not _out_of_memory(error):
                 raise
             generation.fail(type(error).__name__, " ".join(str(error).split()))
-        if generation.finish_reason is not None:
+        if generation.error is not None or generation.finish_reason == "cancelled":
             self._serve(first, generation.flush())
             self._stand_up(first)
             return
@@ -261,11 +180,32 @@ class Loop:
             mate = self._sit(call)
             self.ring.copy_lane(lane, mate.generation.lane, mate.generation.request.sample)
             wave.append(mate)
-        retained = self.ring.counts[:, lane].tolist()
+        past = request.past
+        retained = self.ring.counts[:, lane].tolist() if past is None else past.snapshot.retained
         for seat in wave:
             seat.generation.retained = retained
             self._prepare(seat.generation)
-            self._take(seat, self.runner.first(seat.generation.lane, logits), 0, self._step())
+            if request.reads:
+                seat.generation.finish_reason = "length"
+            if seat.generation.finish_reason is not None:  # it had ended before
+                self._hand_out(seat, self._step(), logits=logits)
+            elif logits is not None:
+                opens = not seat.generation.tokens
+                self._take(seat, self.runner.first(seat.generation.lane, logits, opens), 0, self._step())
+
+    def _fill(self, lane: int, request: Request, progress: Progress) -> Tensor | None:
+        """Read a prompt, or take up what a snapshot holds; the logits of the token that was read last, unless the next
+        one is drawn already."""
+        past = request.past
+        if past is None:
+            self.check_room(len(request.ids))
+            self.ring.reset(lane, request.seed, request.sample, request.pin)
+            return self.runner.prefill(lane, request.ids, progress)
+        held = past.snapshot.lane
+        self.runner.put(lane, held, request.seed, request.sample)
+        if past.feed:
+            return self.runner.read(lane, past.feed, progress)
+        return held[LOGITS].to(self.ring.k.device) if LOGITS in held else None
 
     def _sit(self, call: Call) -> Seat:
         """Give the next request of a call a lane."""
@@ -285,33 +225,43 @@ class Loop:
         return self.closing or request.index in call.cancelled or not call.open.locked()
 
     def _prepare(self, generation: Generation) -> None:
-        request = generation.request
-        values = request.sampling.values
+        request, lane = generation.request, generation.lane
+        values, steering, past = request.sampling.values, self.runner.steering, request.past
         ending = request.stop_ids if values["min_tokens"] else ()
-        self.runner.sampler.set(generation.lane, request.sampling, request.ids, ending)
-        self.runner.steering.set(
-            generation.lane, request.inside_thought, values["max_thinking_tokens"], request.closing_message
-        )
+        self.runner.sampler.set(lane, request.sampling, request.ids, ending, generation.tokens)
+        budget, message = values["max_thinking_tokens"], request.closing_message
+        if past is None or not past.tokens:
+            steering.set(lane, request.inside_thought, budget, message)
+        else:  # a sample of it may have come by ``copy_lane``, which knows the ring alone
+            steering.put(lane, past.snapshot.lane)
+            if past.changed:
+                left = -1 if budget is None else max(0, budget - generation.counts()[0])
+                steering.change(lane, generation.phase, left, message)
 
     def _step(self) -> Step:
         ring = self.ring
         return Step(dict(self.running), ring.counts.copy(), ring.evicted.copy(), ring.spans.copy())
 
     def _launch(self) -> bool:
-        """Launch a step, unless every running lane already has as many tokens on the way as it may still take."""
+        """Launch a step, unless every running lane already has as many tokens on the way as it may still take.
+
+        None is launched either before a snapshot is taken of what the last one has left.
+        """
+        wanted = False
         for lane, seat in self.running.items():
             coming = sum(step.seats.get(lane) is seat for step in self.flying)
             if seat.generation.room <= coming:
                 self.ring.stop(lane)
-        if not self.ring.running:
+            wanted |= coming > 0 and (seat.call.keep.last or seat.due(coming))
+        if wanted or not self.ring.running:
             return False
         self.runner.launch()
         self.flying.append(self._step())
         return True
 
-    def _collect(self) -> None:
+    def _collect(self, launched: bool) -> None:
         """Read the tokens of steps until no more than the runner's latency are on the way."""
-        allowed = self.runner.latency if self.ring.running else 0
+        allowed = self.runner.latency if launched and self.ring.running else 0
         while len(self.flying) > allowed:
             drawn = self.runner.collect()
             step = self.flying.popleft()
@@ -325,7 +275,8 @@ class Loop:
         lane, token = generation.lane, drawn.tokens[row]
         pieces: list[tuple[str, str]] = []
         ids: list[int] = []
-        if self._to_end(seat.call, generation.request):
+        to_end = self._to_end(seat.call, generation.request)
+        if to_end and not seat.call.keep.last:
             generation.cancel()
             pieces = generation.flush()
         elif token == UNRANKED:
@@ -336,29 +287,68 @@ class Loop:
             logprob = None if wanted is None else drawn.logprob(row, wanted)
             forced = drawn.forced is not None and drawn.forced[row]
             pieces, ids = generation.push(token, forced, logprob), [token] if token >= 0 else []
+            if to_end and generation.finish_reason is None:  # with the token: the lane's state is after it
+                generation.cancel()
+                pieces += generation.flush()
         if generation.close_thought:
             generation.close_thought = False
             self.runner.steering.close(lane, behind=len(self.flying))
-        if generation.finish_reason is not None:
+        self._hand_out(seat, step, pieces, ids)
+
+    def _hand_out(
+        self,
+        seat: Seat,
+        step: Step,
+        pieces: Sequence[tuple[str, str]] = (),
+        ids: Sequence[int] = (),
+        logits: Tensor | None = None,
+    ) -> None:
+        """Hand out what a step did to a request; one that has ended leaves its lane.
+
+        Args:
+            logits: of a request whose next token is not drawn yet.
+        """
+        generation, keep, snapshot = seat.generation, seat.call.keep, None
+        lane, ended = generation.lane, generation.finish_reason is not None
+        if ended:
             generation.figures = {
                 "kept": int(step.counts[:, lane].max()),
                 "evictions": int(step.evicted[:, lane].max()),
                 "evictions_per_layer": step.evicted[:, lane].tolist(),
                 "peak_slots": int(step.spans[:, lane].max()),
             }
-        self._serve(seat, pieces, ids)
-        if generation.finish_reason is not None:
+        if generation.error is None and (keep.last if ended else seat.due()):
+            held = {name: own.clone() for name, own in self.runner.lane(lane).items()}
+            if logits is not None:
+                held[LOGITS] = logits.clone()
+            snapshot = self.snapshot(generation, held)
+        self._serve(seat, pieces, ids, snapshot)
+        if ended:
             self._stand_up(seat)
 
-    def _serve(self, seat: Seat, pieces: Sequence[tuple[str, str]] = (), ids: Sequence[int] = ()) -> None:
+    def _serve(
+        self,
+        seat: Seat,
+        pieces: Sequence[tuple[str, str]] = (),
+        ids: Sequence[int] = (),
+        snapshot: Snapshot | None = None,
+    ) -> None:
         """Hand out what a token did: an event a piece of text, the last one with the completion where it is the end."""
         generation = seat.generation
         ended = generation.finish_reason is not None
-        done = self.report(generation, seat.call.recorder) if ended else None
+        done = self.report(generation, seat.call.recorder, snapshot) if ended else None
+        shown = len(pieces) - (generation.flushed if ended else 0)
         pieces = pieces or [(generation.channel, "")]
         for place, (channel, text) in enumerate(pieces):
             last = place == len(pieces) - 1
-            event = StreamEvent(text, channel, [] if place else list(ids), done if last else None)
+            event = StreamEvent(
+                text=text,
+                channel=channel,
+                token_ids=[] if place else list(ids),
+                completion=done if last else None,
+                held=ended and bool(text) and place >= shown,
+                snapshot=snapshot if last else None,
+            )
             seat.call.serve(generation.request.index, event)
 
 

@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 
 from ringkv.engine.config import RingConfig, SamplingParams
 from ringkv.engine.idle import fixed_seeds, idle_options
-from ringkv.engine.request import Request
+from ringkv.engine.request import Past, Request
 from ringkv.engine.sampling.steering import QUEUE
 from ringkv.engine.sampling.values import Sampling, suppressed
 from ringkv.engine.seeds import effective_seed
+from ringkv.engine.snapshot import Snapshot
 from ringkv.engine.text.encoding import Conversation, IncrementalDecoder
 from ringkv.engine.text.endings import ending_tokens
 from ringkv.engine.text.templates import ChatTemplate
@@ -21,7 +22,7 @@ from ringkv.models.config import ModelConfig
 from ringkv.models.tokenizer import Tokenizer
 
 Message: TypeAlias = Mapping[str, Any]
-Prompt: TypeAlias = str | Sequence[Message] | Sequence[int]
+Prompt: TypeAlias = str | Sequence[Message] | Sequence[int] | Snapshot
 
 
 class Prompts:
@@ -71,17 +72,24 @@ class Prompts:
         return not one or not prompts
 
     def prepare(
-        self, prompt: Any, params: SamplingParams, index: int, raw: bool, begun: Sequence[int] = ()
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        index: int,
+        raw: bool,
+        begun: Sequence[int] = (),
+        reads: bool = False,
     ) -> list[Request]:
         """The requests of one prompt, one a sample.
 
         Args:
             begun: see ``Engine.stream``.
+            reads: the prompt shall be read and no more. What others said last is then not followed by an answer.
 
         Raises:
             RingkvError: an empty prompt, one that cannot fit, ids the model does not know.
         """
-        conversation = None
+        conversation, tail = None, "answer"
         messages: list[Message] | None = None
         if isinstance(prompt, str):
             if raw:
@@ -99,28 +107,141 @@ class Prompts:
                 raise RingkvError("raw: messages need the chat template, which raw mode leaves out; give a text or ids")
             conversation = self.conversation(messages, params.thinking)
             ids = conversation.ids
+            role = messages[-1].get("role")
+            if reads and role not in ("user", "tool"):
+                ids, tail = conversation.ids_without_prompt(), str(role)
         ids = self.check_ids(ids)
         pin, idle_pin = self._pin(ids, conversation)
         inside = self._begins_inside(ids, conversation, params.thinking is True, begun)
         ids += self.check_ids(begun) if begun else []
         sampling = Sampling.resolve(params, self.generation_config)
         seed = effective_seed(params.seed, self.engine_seed, index, sampling.greedy)
+        request = self._request(ids, params, sampling, conversation, inside)
+        request.warnings += idle_pin
+        return [
+            dataclasses.replace(request, index=index, seed=seed, sample=sample, pin=pin, tail=tail, reads=reads)
+            for sample in range(params.n)
+        ]
+
+    def _request(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        sampling: Sampling,
+        conversation: Conversation | None,
+        inside: bool,
+    ) -> Request:
+        """A request for an answer to these ids, but for its index and its noise."""
         stop_ids = self._stop_ids(params, sampling)
         thought, warnings = self._thought(params, sampling)
         idle = idle_options(params, sampling, self.tags, conversation, inside, stop_ids)
-        request = Request(
-            index=index,
+        return Request(
+            index=0,
             ids=ids,
+            params=params,
             sampling=self._fit(len(ids), sampling),
-            seed=seed,
-            pin=pin,
+            seed=0,
             stop_ids=stop_ids,
             position_limit=self.config.max_position_embeddings,
             inside_thought=inside,
-            warnings=[*warnings, *idle, *idle_pin, *fixed_seeds(params.seed, self.engine_seed)],
+            warnings=[*warnings, *idle, *fixed_seeds(params.seed, self.engine_seed)],
             **thought,
         )
-        return [dataclasses.replace(request, sample=sample) for sample in range(params.n)]
+
+    def resumed(
+        self, snapshot: Snapshot, given: SamplingParams | None, index: int, reads: bool = False
+    ) -> list[Request]:
+        """The requests that go on from a snapshot: one, or as many samples as ``given`` asks for.
+
+        Args:
+            given: None are the snapshot's own params.
+
+        Raises:
+            RingkvError: params under which the answer would be over, or what cannot be put in.
+        """
+        params = given or snapshot.params
+        sampling = Sampling.resolve(params, self.generation_config)
+        same, tokens = params == snapshot.params and snapshot.more is None, snapshot.tokens
+        ids, inside, conversation = self.check_ids(snapshot.prompt), snapshot.inside, None
+        past = Past(snapshot, (), not same, tokens, snapshot.forced, snapshot.passed, snapshot.logprobs)
+        if snapshot.more is not None:
+            if _are_messages(snapshot.more):
+                conversation, turn = self._turn(snapshot, params)
+                turn = turn[tokens[-1:] == turn[:1] :]  # the answer may have ended its turn itself
+                ids, inside = [*ids, *tokens, *turn], conversation.begins_inside()
+                past = Past(snapshot, [*snapshot.unread, *turn], changed=True)
+            else:
+                past = self._put_in(past, self._stop_ids(params, sampling))
+        elif snapshot.tail != "answer":
+            raise RingkvError(f"append: it ends with the {snapshot.tail} message; accepted are messages to go on with")
+        request = self._request(ids, params, sampling, conversation, inside)
+        self._check_past(past, request)
+        if same:
+            request.warnings = list(snapshot.warnings)
+        going_on = params.seed is None and tokens
+        seed = effective_seed(params.seed, self.engine_seed, index, sampling.greedy)
+        request = dataclasses.replace(
+            request,
+            index=index,
+            seed=snapshot.seed if going_on else seed,
+            pin=snapshot.pin,
+            past=past,
+            reads=reads,
+        )
+        samples = 1 if given is None else params.n
+        return [dataclasses.replace(request, sample=snapshot.sample + k) for k in range(samples)]
+
+    def _turn(self, snapshot: Snapshot, params: SamplingParams) -> tuple[Conversation, list[int]]:
+        """The ids of further messages, with what ends the turn before them."""
+        head: list[Message] = [{"role": snapshot.tail, "content": "x"}]
+        if snapshot.tail in ("answer", "assistant"):
+            head = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+        assert not isinstance(snapshot.more, str | None)
+        conversation = self.conversation([*head, *snapshot.more], params.thinking)  # type: ignore[list-item]
+        return conversation, conversation.ids_after(len(head), inside=snapshot.tail == "answer")
+
+    def _put_in(self, past: Past, stop_ids: frozenset[int]) -> Past:
+        """An answer with a text or ids put in behind it."""
+        snapshot = past.snapshot
+        if snapshot.tail != "answer":
+            raise RingkvError(f"append: it ends with the {snapshot.tail} message; accepted are messages to go on with")
+        more: Any = snapshot.more
+        if not isinstance(more, Sequence):
+            raise RingkvError.bad("append", more, "a text, token ids or messages")
+        ids = self._need_tokenizer().encode(more, control=False) if isinstance(more, str) else list(more)
+        tokens, passed, ids = list(past.tokens), list(past.passed), self.check_ids(ids) if ids else []
+        if ids and snapshot.ended == "stop" and snapshot.unread and tokens[-1] in stop_ids:
+            del tokens[-1]  # what ended the answer gives way
+            feed = ids
+        else:
+            feed = [*snapshot.unread, *ids]
+            passed += [len(tokens) - 1] if snapshot.ended and tokens else []
+        if not feed:
+            raise RingkvError.bad("append", more, "a text, token ids or messages, not empty")
+        at = len(tokens)
+        forced = [place for place in past.forced if place < at]
+        return dataclasses.replace(
+            past,
+            feed=feed,
+            tokens=[*tokens, *ids],
+            forced=[*forced, *range(at, at + len(ids))],
+            passed=passed,
+            logprobs=past.logprobs[:at],
+        )
+
+    def _check_past(self, past: Past, request: Request) -> None:
+        """Refuse params that the answer so far does not allow; what its text alone shows is found when it is read."""
+        limit, count = request.sampling.values["max_tokens"], len(past.tokens)
+        if past.tokens:
+            self.check_ids(past.tokens)
+        if count > limit or (count == limit and past.feed and not request.reads):
+            raise RingkvError.bad("max_tokens", limit, f"more than the {count} tokens that the answer has already")
+        passed = {*past.passed}
+        ends = (token for at, token in enumerate(past.tokens[:-1]) if token in request.stop_ids and at not in passed)
+        if (ending := next(ends, None)) is not None:
+            raise RingkvError(f"stop_token_ids: the answer has token {ending} already, which ends it with these params")
+        if past.tokens and request.params.logprobs is not None and past.snapshot.params.logprobs is None:
+            raise RingkvError.bad("logprobs", request.params.logprobs, "None, as the snapshot was drawn with")
 
     def encode(self, messages: Sequence[Message], thinking: bool | str = "auto") -> list[int]:
         """Token ids of a conversation; see ``conversation``."""
@@ -262,6 +383,10 @@ class Prompts:
         if pin > self.ring.sinks and self.ring.policy.evicts:
             self.ring.check_protected(pin, f"pin = {self.ring.pin!r}: pinned tokens")
         return pin, idle
+
+
+def _are_messages(more: object) -> bool:
+    return isinstance(more, Sequence) and bool(more) and isinstance(more[0], Mapping)
 
 
 def _without_thought(message: Message, tags: ThoughtTags) -> Message:

@@ -10,12 +10,17 @@ from ringkv.engine.completion import Completion
 from ringkv.engine.record import Record
 from ringkv.engine.request import Generation
 from ringkv.engine.ring.storage import Ring
+from ringkv.engine.snapshot import Snapshot
 from ringkv.engine.spec import describe, fields_of
 from ringkv.engine.text.thoughts import ANSWER, THINKING
 
 
 def completion(
-    about: Mapping[str, Any], ring: Mapping[str, Any], generation: Generation, trace: Record | None = None
+    about: Mapping[str, Any],
+    ring: Mapping[str, Any],
+    generation: Generation,
+    trace: Record | None = None,
+    snapshot: Snapshot | None = None,
 ) -> Completion:
     """The completion of a request that has ended.
 
@@ -50,6 +55,7 @@ def completion(
         **about,
         ring={**ring} | generation.figures | report,
         trace=trace,
+        snapshot=snapshot,
     )
 
 

@@ -7,11 +7,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ringkv.engine.config import SamplingParams
 from ringkv.engine.sampling.values import Sampling
+from ringkv.engine.snapshot import Snapshot
 from ringkv.engine.text.encoding import IncrementalDecoder
 from ringkv.engine.text.repetition import Repetition, RepetitionDetector
 from ringkv.engine.text.stops import StopStrings
 from ringkv.engine.text.thoughts import ANSWER, THINKING, ThoughtSplitter, ThoughtTags
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a request has behind it when it gets a lane: where it goes on from, and its answer so far.
+
+    Attributes:
+        snapshot: holds the lane.
+        feed: tokens that are read before one is drawn; with none, the last of ``tokens`` is read by the next step.
+        changed: whether its params, or what was put in, are not those of the snapshot.
+        tokens, forced, passed, logprobs: as of ``Snapshot``, with what was put in.
+    """
+
+    snapshot: Snapshot
+    feed: Sequence[int] = ()
+    changed: bool = False
+    tokens: Sequence[int] = ()
+    forced: Sequence[int] = ()
+    passed: Sequence[int] = ()
+    logprobs: Sequence[dict[str, Any]] = ()
 
 
 @dataclass
@@ -21,6 +43,7 @@ class Request:
     Attributes:
         index: its place among the requests of one call.
         ids: the prompt's tokens, at least one.
+        params: what was asked for.
         sampling: effective values.
         seed: the noise key, 64 bits.
         sample: which of n samples this is.
@@ -31,10 +54,14 @@ class Request:
         closing_message: ids that are written before a thought is closed by force.
         position_limit: max_position_embeddings; going past it is a warning.
         warnings: those of the result that are known before it runs.
+        tail: see ``Snapshot``.
+        past: None where its prompt is still to be read.
+        reads: it ends once its prompt is read.
     """
 
     index: int
     ids: list[int]
+    params: SamplingParams
     sampling: Sampling
     seed: int
     sample: int = 0
@@ -45,6 +72,9 @@ class Request:
     closing_message: Sequence[int] = ()
     position_limit: int = 2**31
     warnings: list[str] = field(default_factory=list)
+    tail: str = "answer"
+    past: Past | None = None
+    reads: bool = False
     created: float = field(default_factory=time.monotonic)
 
 
@@ -61,7 +91,10 @@ class Generation:
         values = request.sampling.values
         self.request, self.lane, self.decoder = request, lane, decoder
         self.tokens: list[int] = []
+        self.forced: list[int] = []  # places in tokens
+        self.passed: list[int] = []
         self.logprobs: list[dict[str, Any]] = []
+        self.flushed = 0  # pieces that were shown last, because nothing follows
         self.texts: dict[str, str] = {ANSWER: "", THINKING: ""}
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -74,6 +107,9 @@ class Generation:
         self._stops = StopStrings(values["stop"], decoder.tokenizer.control_tokens if decoder else ())
         self._detector = self._new_detector()
         self._splitter = ThoughtSplitter(request.tags, request.inside_thought)
+        if request.past is not None:
+            self._replay(request.past)
+        self._before = len(self.tokens)
 
     @property
     def room(self) -> int:
@@ -91,6 +127,11 @@ class Generation:
         return self._splitter.channel
 
     @property
+    def phase(self) -> int:
+        """BEFORE, INSIDE or AFTER the thought."""
+        return self._splitter.phase
+
+    @property
     def repetition(self) -> Repetition | None:
         """The loop that was found last, with the count that it reached; None if there was none."""
         return self._detector.last or self._found
@@ -106,12 +147,14 @@ class Generation:
         Returns:
             (channel, text) pieces that may be shown now.
         """
-        if not self.tokens:
+        if len(self.tokens) == self._before:
             self.first = time.monotonic()
         if token < 0:
             self.fail("NonFiniteLogits", f"the logits after {len(self.tokens)} tokens hold NaN or infinity")
             return self.flush()
         self.tokens.append(token)
+        if forced:
+            self.forced.append(len(self.tokens) - 1)
         if logprob is not None:
             self.logprobs.append(logprob)
         text, hit = self._stops.push(*self._read(token, forced))
@@ -134,7 +177,9 @@ class Generation:
         text, hit = self._stops.push(rest)
         if hit is not None and self.stop_reason is None:
             self.finish_reason, self.stop_reason = "stop", hit
-        return self._keep(self._splitter.flush(len(text + self._stops.flush())))
+        pieces = self._keep(self._splitter.flush(len(text + self._stops.flush())))
+        self.flushed = len(pieces)
+        return pieces
 
     def cancel(self) -> None:
         """End the request where it is."""
@@ -164,8 +209,27 @@ class Generation:
             "queue_s": self.started - self.request.created,
             "prefill_s": self.first - self.started,
             "decode_s": decode,
-            "tokens_per_s": max(0, len(self.tokens) - 1) / decode if decode else 0.0,
+            "tokens_per_s": max(0, len(self.tokens) - self._before - 1) / decode if decode else 0.0,
         }
+
+    def _replay(self, past: Past) -> None:
+        """Take the answer so far through all that looks at its tokens; only at its last one may it have ended."""
+        self._before, forced, passed = -1, {*past.forced}, {*past.passed}
+        for place, token in enumerate(past.tokens):
+            if self.finish_reason is not None:
+                if place - 1 not in passed:
+                    why = f"the answer of the snapshot would have ended by {self.finish_reason} after {place} tokens"
+                    self.fail("RingkvError", f"params: with these {why} of {len(past.tokens)}")
+                    return
+                self.passed.append(place - 1)
+                self.finish_reason = self.stop_reason = None
+            self.push(token, place in forced)
+            self.close_thought = False  # the steering has heard of it
+        if past.feed:  # what comes now is another text
+            if self.finish_reason is not None:
+                self.passed.append(len(past.tokens) - 1)
+            self.finish_reason = self.stop_reason = None
+        self.logprobs = list(past.logprobs)
 
     def _read(self, token: int, forced: bool) -> tuple[str, bool]:
         """The text of a token, and whether it is shown.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,10 +103,47 @@ class Runner:
         ring.start(lane, n)
         return model.logits(hidden[-1:])
 
+    def lane(self, lane: int) -> dict[str, Tensor]:
+        """Views of all that a lane holds, by name: of the ring and of the steering. ``put`` takes such tensors back."""
+        return self.ring.lane(lane) | self.steering.lane(lane)
+
+    def put(self, lane: int, held: Mapping[str, Tensor], seed: int, sample: int) -> None:
+        """Let a lane go on where the one did that held this; see ``Ring.put``."""
+        self.ring.put(lane, held, seed, sample)
+        self.steering.put(lane, held)
+
     @torch.inference_mode()
-    def first(self, lane: int, logits: Tensor) -> Drawn:
-        """Draw a prefilled lane's first token from its logits [1, V]."""
-        token, forced = self._next(logits, [lane])
+    def read(self, lane: int, ids: Sequence[int], progress: Progress | None = None) -> Tensor:
+        """Read tokens into a running lane, one at a time as a step does, while the others stand still.
+
+        Args:
+            ids: at least one.
+            progress: called with (tokens done, tokens in all) after each; may raise to stop.
+
+        Returns:
+            The last token's logits [1, V].
+        """
+        others = [other for other in self.ring.running if other != lane]
+        for other in others:
+            self.ring.stop(other)
+        try:
+            for done, token in enumerate(ids, 1):
+                logits = self.forward(torch.full_like(self.ring.next_token, token))
+                if progress is not None:
+                    progress(done, len(ids))
+            return logits[lane : lane + 1].clone()
+        finally:
+            for other in others:
+                self.ring.run(other, True)
+
+    @torch.inference_mode()
+    def first(self, lane: int, logits: Tensor, opens: bool = True) -> Drawn:
+        """Draw a lane's next token from the logits [1, V] of what was read last.
+
+        Args:
+            opens: whether it is the first of its text.
+        """
+        token, forced = self._next(logits, [lane], opens)
         self.ring.next_token[lane] = token[0]
         return Drawn.of(self._outcome(_told(token, self.ring.unranked[lane]), forced, logits))
 
@@ -144,8 +181,10 @@ class Runner:
         token, forced = self._next(logits)
         return _told(commit(token, ring.active, ring.next_token), ring.unranked), forced, logits
 
-    def _next(self, logits: Tensor, lanes: Sequence[int] | None = None) -> tuple[Tensor, Tensor | None]:
-        token, forced = self.steering.apply(self.sampler.draw(logits, self.ring, lanes), lanes)
+    def _next(
+        self, logits: Tensor, lanes: Sequence[int] | None = None, opens: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        token, forced = self.steering.apply(self.sampler.draw(logits, self.ring, lanes, opens), lanes)
         self.sampler.note(token, lanes)
         return token, forced
 

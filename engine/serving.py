@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 
+from ringkv.engine.call import Call
 from ringkv.engine.completion import StreamEvent
-from ringkv.engine.loop import Call, Loop
+from ringkv.engine.loop import Loop
 from ringkv.errors import RingkvError
 
 ASYNC_QUEUE = 256  # calls of an event loop that may wait in an engine beside those that have a lane

@@ -541,7 +541,7 @@ def test_streams_that_are_closed_or_full(tiny, command, code, message):
     assert (done.returncode, done.stderr) == (code, message)
 
 
-COMMANDS = ["generate", "chat", "score", "calibrate", "plan", "trace", "bench", "policies"]
+COMMANDS = ["generate", "state", "chat", "score", "calibrate", "plan", "trace", "bench", "policies"]
 
 
 def test_help_and_version():

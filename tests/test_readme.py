@@ -31,7 +31,9 @@ LINES = [
 # The parts of a line that install or test are what CI itself runs.
 COMMANDS = [part for line in LINES for part in line.split(" && ") if not part.startswith(("pip install", "pytest"))]
 FILES_OF_PROMPTS = [command for command in COMMANDS if "--input" in command]
-OTHERS = [command for command in COMMANDS if "--input" not in command and "sky.trace" not in command]
+OTHERS = [
+    command for command in COMMANDS if "--input" not in command and not {"sky.trace", "a.thought"} & {*command.split()}
+]
 PYTHON = re.findall(r"```python\n(.+?)```", README, re.S)
 (PROMPTS,) = re.findall(r"```json\n(.+?)```", README, re.S)
 HUB_IDS = {word for line in COMMANDS for word in shlex.split(line) if re.fullmatch(r"[A-Z][\w-]*/[\w.-]+", word)}
@@ -124,6 +126,17 @@ def test_the_picture_is_made_by_its_commands(tmp_path):
         run(shlex.split(command), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"sky.trace", "sky.html", "survival.png"}
     assert (ROOT / "bench" / "survival.png").is_file()
+
+
+def test_a_saved_text_and_the_rest_of_it_are_the_whole(tmp_path):
+    """Oracle: one run of as many tokens."""
+    begin, state, rest = (shlex.split(command) for command in COMMANDS if "a.thought" in command)
+    printed = run(begin, tmp_path).stdout
+    assert "400 new" in run(state, tmp_path).stdout
+    printed += run(rest, tmp_path).stdout
+    whole = [*begin[: begin.index("--max-tokens")], "--max-tokens", "800"]
+    assert printed == run(whole, tmp_path).stdout
+    assert len(printed) > 1500
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))

@@ -18,7 +18,7 @@ COMMANDS = {
     "/set": "show the sampling options; /set NAME VALUE sets one, /set NAME default takes it back",
     "/think": "show or hide thoughts; showing them shows the last one",
     "/stats": "figures of the conversation and of the last answer",
-    "/save": "/save FILE writes the conversation and its options",
+    "/save": "/save FILE writes the conversation, its options and its ring",
     "/load": "/load FILE goes on from a saved one",
     "/retry": "ask the last question again, with another seed",
     "/continue": "go on with an answer that max_tokens or Ctrl-C cut off",
@@ -83,8 +83,8 @@ def handle(session: ChatSession, line: str) -> Reply:
             session.save(rest)
             return Reply(f"saved to {rest}: {_turns(session)}")
         case "/load":
-            session.load(rest)
-            return Reply(f"loaded from {rest}: {_turns(session)}")
+            ring = session.load(rest)
+            return Reply(f"loaded from {rest}: {_turns(session)}, {ring}")
         case "/retry":
             return Reply(events=session.retry())
         case "/continue":

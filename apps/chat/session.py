@@ -11,8 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringkv.apps.chat.transcript import PARAMS, Messages, read_transcript, write_transcript
-from ringkv.engine import ANSWER, THINKING, Completion, Engine, Progress, Sampling, SamplingParams, StreamEvent
+from ringkv.apps.chat.transcript import PARAMS, Messages, read_transcript, ring_path, write_transcript
+from ringkv.engine import (
+    ANSWER,
+    THINKING,
+    Completion,
+    Engine,
+    Progress,
+    Sampling,
+    SamplingParams,
+    Snapshot,
+    StreamEvent,
+)
 from ringkv.errors import RingkvError, naming
 
 Events = Generator[StreamEvent, None, None]
@@ -30,6 +40,8 @@ class _Answer:
         seed: what it was drawn with, once known.
         channel: where it stopped.
         unfinished: whether a limit or an interrupt stopped it.
+        before: what it was asked on: the ring after the answer before it; None where all was read anew.
+        ring: what comes after it goes on from.
     """
 
     turns: Messages
@@ -41,6 +53,8 @@ class _Answer:
     seed: int | None = None
     channel: str = ANSWER
     unfinished: bool = False
+    before: Snapshot | None = None
+    ring: Snapshot | None = None
 
 
 class ChatSession:
@@ -48,6 +62,9 @@ class ChatSession:
 
     The template is rendered anew for every question, with the answers alone: thoughts leave the history. A question
     enters the history with its answer, whole or cut off; one that is refused or fails leaves no trace.
+
+    A conversation that was loaded with its ring goes on from there: only the question is read, and what the ring has
+    forgotten stays forgotten, until another system message or ``reset`` begins anew.
 
     Args:
         engine: answers, one question at a time.
@@ -81,6 +98,7 @@ class ChatSession:
         self.last: Completion | None = None
         self.on_prefill: Progress | None = None
         self._answer: _Answer | None = None
+        self._on_ring = False  # whether the next question goes on from the ring after the last answer
         self._seed: int | None = None  # params.seed when the last question was asked
         self._totals = Counter(answers=0, tokens=0, evictions=0)
 
@@ -107,7 +125,8 @@ class ChatSession:
         """
         if not isinstance(text, str) or not text.strip():
             raise RingkvError.bad("message", text, "a text that is not empty")
-        return self._ask([*self.turns, {"role": "user", "content": text}], self.params)
+        ring = self._answer.ring if self._answer is not None and self._on_ring else None
+        return self._ask([*self.turns, {"role": "user", "content": text}], self.params, ring)
 
     def retry(self) -> Events:
         """Ask the last question again, with the next seed unless ``set`` gave another; replaces its answer."""
@@ -116,7 +135,7 @@ class ChatSession:
         params = self.params
         if self._answer is not None and self._answer.seed is not None and params.seed == self._seed:
             params = params.replace(seed=(self._answer.seed + 1) % 2**64)
-        return self._ask(self.turns[:-1], params)
+        return self._ask(self.turns[:-1], params, None if self._answer is None else self._answer.before)
 
     def resume(self) -> Events:
         """Go on with an answer that was cut off. Its tokens are read again as part of the prompt, thought included.
@@ -129,19 +148,33 @@ class ChatSession:
         tags = self.engine.prompts.tags
         if self._answer.channel == THINKING and tags is not None and tags.ids is None:
             raise RingkvError(f"continue: it stopped inside a thought, and {tags.close} is not a single token")
+        if self._on_ring and self._answer.ring is not None:
+            ring, most = self._answer.ring, self.params.replace(seed=None)
+            if most.max_tokens is not None:
+                most = most.replace(max_tokens=len(ring.tokens) + most.max_tokens)
+            events = self.engine.resume(ring, most, on_prefill=self.on_prefill, keep=True)
+            return self._take(dataclasses.replace(self._answer, ids=list(self._answer.ids)), events, whole=True)
         answer = self._whole(self._answer)
         seed = self.params.seed if answer.seed is None else answer.seed
         params = self.params.replace(seed=seed, thinking=answer.thinking)
-        events = self.engine.stream(answer.prompt, params, on_prefill=self.on_prefill, begun=answer.ids)
+        events = self.engine.stream(answer.prompt, params, on_prefill=self.on_prefill, begun=answer.ids, keep=True)
         return self._take(answer, self._spaced(events) if answer.ids else events)
 
-    def _ask(self, turns: Messages, params: SamplingParams) -> Events:
-        answer = _Answer(turns, self._with_system(turns), params.thinking)
-        events = self.engine.stream(answer.prompt, params, on_prefill=self.on_prefill)
+    def _ask(self, turns: Messages, params: SamplingParams, ring: Snapshot | None) -> Events:
+        answer = _Answer(turns, self._with_system(turns), params.thinking, before=ring)
+        if ring is not None:
+            events = self.engine.resume(ring, params, turns[-1:], on_prefill=self.on_prefill, keep=True)
+        else:
+            events = self.engine.stream(answer.prompt, params, on_prefill=self.on_prefill, keep=True)
         self._seed = self.params.seed
         return self._take(answer, events)
 
-    def _take(self, answer: _Answer, events: Events) -> Events:
+    def _take(self, answer: _Answer, events: Events, whole: bool = False) -> Events:
+        """Pass events on, and keep what they say.
+
+        Args:
+            whole: their completion tells of the whole answer. What was held back at its cut comes in them once more.
+        """
         with closing(events):
             try:
                 for event in events:
@@ -152,6 +185,8 @@ class ChatSession:
                     else:
                         answer.thought += event.text
                     if event.completion is not None:
+                        if whole:
+                            answer.text, answer.thought = event.completion.text, event.completion.thinking or ""
                         self._keep(answer, event.completion)
                     yield event
             except GeneratorExit:
@@ -166,6 +201,7 @@ class ChatSession:
             if done.error is not None:
                 return
             answer.seed = done.ring["seed"]
+        answer.ring = None if done is None else done.snapshot
         answer.unfinished = done is None or done.finish_reason in _UNFINISHED
         self._answer = answer
         self.turns = [*answer.turns, {"role": "assistant", "content": answer.text}]
@@ -193,12 +229,13 @@ class ChatSession:
         """Forget the conversation; system message and options stay."""
         self.turns = []
         self.last = self._answer = self._seed = None
+        self._on_ring = False
 
     def set_system(self, text: str | None) -> None:
         """Set the system message, or with None take it away; it counts from the next question on."""
         if text is not None and (not isinstance(text, str) or not text.strip()):
             raise RingkvError.bad("system", text, "a text that is not empty")
-        self.system = text
+        self.system, self._on_ring = text, False
 
     def set(self, name: str, value: Any) -> None:
         """Set a field of SamplingParams.
@@ -227,23 +264,41 @@ class ChatSession:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write messages and options as JSON; at every moment the file is the old one or the new one."""
-        write_transcript(path, self.engine.name, self.messages, self.params)
+        """Write messages and options as JSON, and the ring after the last answer beside it."""
+        ring = self._answer.ring if self._answer is not None else None
+        write_transcript(path, self.engine.name, self.messages, self.params, ring)
 
-    def load(self, path: str | Path) -> None:
-        """Go on from a saved conversation, with its options; nothing changes where it is refused.
+    def load(self, path: str | Path) -> str:
+        """Go on from a saved conversation, with its options and its ring; nothing changes where it is refused.
+
+        Returns:
+            In a few words, whether its ring is there; without it the conversation is read anew.
 
         Raises:
             RingkvError: a file that cannot be read, that holds no conversation, or none that this model can go on with.
         """
-        messages, params = read_transcript(path)
+        messages, params, mark = read_transcript(path)
         with naming(f"load: {str(path)!r}"):
             self._checked(params)
             if messages:
                 self.engine.prompts.encode(messages)
+        ring, why = None, "without a ring"
+        if mark is not None:
+            try:
+                ring, why = self.engine.load(ring_path(path)), "with its ring"
+                if ring.about.get("chat") != mark:
+                    ring, why = None, "without its ring, which is of another save"
+            except RingkvError as error:
+                why = f"without its ring ({error})"
         self.reset()
         self.system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
         self.turns, self.params = messages, params
+        if ring is not None and messages:
+            ids, unfinished = list(ring.tokens), ring.ended in _UNFINISHED
+            answer = _Answer(messages[:-1], [], params.thinking, ids, messages[-1]["content"], seed=ring.seed)
+            self._answer = dataclasses.replace(answer, ring=ring, unfinished=unfinished)
+            self._on_ring = True
+        return why
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
         """The params, if this model and ring can answer with them."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
-from ringkv.engine import SamplingParams
+from ringkv.engine import SamplingParams, Snapshot
 from ringkv.errors import RingkvError, naming
-from ringkv.files import utf8_text, write_whole
+from ringkv.files import beside, utf8_text, write_whole
 
 FORMAT = "ringkv_chat"
 PARAMS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
@@ -17,24 +19,38 @@ PARAMS = {field.name: field.default for field in dataclasses.fields(SamplingPara
 Messages = list[dict[str, str]]
 
 
-def write_transcript(path: str | Path, model: str, messages: Messages, params: SamplingParams) -> None:
+def write_transcript(
+    path: str | Path, model: str, messages: Messages, params: SamplingParams, ring: Snapshot | None = None
+) -> None:
     """Write the file so that at every moment it is the old one or the new one.
+
+    The ring lies beside it. A mark in both says that they belong together: a process may end between the two.
 
     Args:
         model: what answered.
         messages: {role, content}: a system message if there is one, then user and assistant in turn.
         params: how answers are drawn.
+        ring: what the conversation goes on from.
 
     Raises:
         RingkvError: it cannot be written.
     """
     changed = {name: value for name, value in dataclasses.asdict(params).items() if value != PARAMS[name]}
-    record = {FORMAT: 1, "model": model, "messages": messages, "params": changed}
+    record: dict[str, Any] = {FORMAT: 1, "model": model, "messages": messages, "params": changed}
+    if ring is not None:
+        record["ring"] = secrets.token_hex(8)
+        marked = dataclasses.replace(ring, about={**ring.about, "chat": record["ring"]})
+        marked.save(ring_path(path), "save")
     write_whole(_path("save", path), json.dumps(record, indent=1).encode() + b"\n", "save")
 
 
-def read_transcript(path: str | Path) -> tuple[Messages, SamplingParams]:
-    """The messages and the params that ``write_transcript`` wrote.
+def ring_path(path: str | Path) -> Path:
+    """Where the ring of a conversation lies."""
+    return beside(_path("save", path), ".thought")
+
+
+def read_transcript(path: str | Path) -> tuple[Messages, SamplingParams, str | None]:
+    """The messages and the params that ``write_transcript`` wrote, and the mark of the ring beside them, if any.
 
     Raises:
         RingkvError: a file that cannot be read, or that holds no conversation.
@@ -64,7 +80,8 @@ def read_transcript(path: str | Path) -> tuple[Messages, SamplingParams]:
         for name in params:
             if name not in PARAMS:
                 raise RingkvError(f"params: {name} is not known: accepted is {', '.join(PARAMS)}")
-        return messages, SamplingParams(**params)
+        ring = record.get("ring")
+        return messages, SamplingParams(**params), ring if isinstance(ring, str) else None
 
 
 def _path(what: str, path: str | Path) -> Path:

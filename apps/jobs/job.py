@@ -9,21 +9,23 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import chain, tee
+from functools import partial
+from itertools import chain, count, tee
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ringkv.apps.jobs.checkpoints import Checkpoints
 from ringkv.apps.jobs.results import Results, StdoutResults, UnwrittenError
 from ringkv.apps.jobs.rows import OURS, Row, Rows
 from ringkv.apps.jobs.settings import read_settings, write_settings
 from ringkv.apps.process import handling_signals
-from ringkv.engine import Completion, Sampling, SamplingParams, effective_seed
+from ringkv.engine import Completion, Sampling, SamplingParams, Snapshot, effective_seed
 from ringkv.errors import MOST, RingkvError, naming
 from ringkv.files import beside, same_file
 
-Iterate = Callable[[Iterator[Any], Iterator[SamplingParams]], Generator[tuple[int, Completion], None, None]]
+Iterate = Callable[..., Generator[tuple[int, Completion], None, None]]
 
 _ABSENT = object()
 _MISSING, _DONE, _FAILED = range(3)  # what a result is
@@ -44,6 +46,7 @@ class Status:
         problem: in one line, what kept a result from being written.
         warned: results of this run that have warnings.
         warning: the first of these.
+        unkept: in one line, what kept a snapshot from being written or used; the results are as if it were not there.
     """
 
     rows: int
@@ -56,6 +59,7 @@ class Status:
     problem: str | None = None
     warned: int = 0
     warning: str = ""
+    unkept: str | None = None
 
     def count(self, result: Mapping[str, Any]) -> None:
         """Add a result of this run."""
@@ -161,13 +165,19 @@ class Job:
         """How many results are not there yet."""
         return len(self._state) - self._done
 
-    def run(self, iterate: Iterate, on_result: Callable[[Status], None] | None = None) -> Status:
+    def run(
+        self,
+        iterate: Iterate,
+        on_result: Callable[[Status], None] | None = None,
+        checkpoints: Checkpoints | None = None,
+    ) -> Status:
         """Generate what is missing. Ctrl-C and SIGTERM end it, but never within a line.
 
         Args:
             iterate: ``Engine.iterate``. A row of which some samples are there already is given to it whole, and those
                 samples are left aside: each has its own noise, so the others come out the same.
             on_result: called after each result is written.
+            checkpoints: where running rows are kept; ``iterate`` then takes ``every`` and ``on_snapshot``.
 
         Raises:
             OSError: stdout cannot be written, or its reader has left.
@@ -181,12 +191,14 @@ class Job:
                 raise KeyboardInterrupt
 
         try:
-            with handling_signals(interrupt), closing(self._results(iterate)) as results:
+            with handling_signals(interrupt), closing(self._results(iterate, checkpoints)) as results:
                 for row, result in results:
                     holding = True  # a signal waits for the end of the line
                     self.results.append({**row.carried, "id": row.id, OURS: result})
                     self._note(self.rows.place_of(row), result["sample"], result.get("error") is not None)
                     status.count(result)
+                    if checkpoints is not None:
+                        checkpoints.drop(row.key, result["sample"])
                     holding = False
                     if came:
                         raise KeyboardInterrupt
@@ -196,9 +208,14 @@ class Job:
             status.interrupted = True
         except UnwrittenError as error:
             status.problem = f"output: {error}: {status.done} results are kept, and the same command goes on from there"
+        if checkpoints is not None:
+            checkpoints.close(complete=not self.missing)
+            status.unkept = checkpoints.problem
         return status
 
-    def _results(self, iterate: Iterate) -> Generator[tuple[Row, Mapping[str, Any]], None, None]:
+    def _results(
+        self, iterate: Iterate, checkpoints: Checkpoints | None
+    ) -> Generator[tuple[Row, Mapping[str, Any]], None, None]:
         """What is missing, as it comes; last what the engine has left out."""
         todo = self._todo()
         for first in todo:
@@ -210,17 +227,30 @@ class Job:
         begun: dict[int, _Begun] = {}
         refused: deque[int] = deque()  # rows that came between those for the engine
 
-        def given() -> Iterator[tuple[Any, SamplingParams]]:
-            """Prompts with their params, as the engine asks for them."""
-            count = 0
+        def given() -> Iterator[tuple[Any, SamplingParams | None]]:
+            """Prompts with their params, as the engine asks for them; samples that were kept are prompts of their own,
+            with the params that they have."""
+            counted = count()
             for place, row, sampling in chain([first], todo):
                 if isinstance(sampling, RingkvError):
                     refused.append(place)
                     continue
-                begun[count] = _Begun(row, set(self._missing(place)), _NO_RESULT)
-                count += 1
-                yield row.prompt, sampling
+                left = set(self._missing(place))
+                for sample in sorted(left) if checkpoints is not None else ():
+                    if (snapshot := checkpoints.find(row.key, sample, sampling)) is not None:
+                        left.discard(sample)
+                        begun[next(counted)] = _Begun(row, {sample}, _NO_RESULT)
+                        yield snapshot, None
+                if left:
+                    begun[next(counted)] = _Begun(row, left, _NO_RESULT)
+                    yield row.prompt, sampling
 
+        def keep(index: int, snapshot: Snapshot) -> None:
+            if checkpoints is not None and index in begun and snapshot.sample in begun[index].left:
+                checkpoints.keep(begun[index].row.key, snapshot)
+
+        if checkpoints is not None and checkpoints.every:
+            iterate = partial(iterate, every=checkpoints.every, on_snapshot=keep)
         one, other = tee(given())
         with closing(iterate((prompt for prompt, _ in one), (sampling for _, sampling in other))) as results:
             for index, completion in results:

@@ -7,26 +7,38 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ringkv.apps.ending import at_end
+from ringkv.apps.jobs.checkpoints import Checkpoints
 from ringkv.apps.jobs.job import Job, Status
 from ringkv.apps.options import SAMPLING_FIELDS, Options, argument_text
 from ringkv.apps.process import INTERRUPTED, note
 from ringkv.engine import ModelConfig, SamplingParams, open_checkpoint, open_config, resolve_runtime
-from ringkv.errors import RingkvError
+from ringkv.errors import RingkvError, check_int
 
 # What tokens do not depend on, and what is recorded apart, with the seed.
 _NOT_SETTINGS = ("seed", "stats", "quiet", "debug", "threads", *SAMPLING_FIELDS)
 
 
 def run_file(
-    options: Options, params: SamplingParams, input: str, output: str, *, lanes: Any, retry_errors: bool
+    options: Options,
+    params: SamplingParams,
+    input: str,
+    output: str,
+    *,
+    lanes: Any,
+    retry_errors: bool,
+    every: Any = 0,
 ) -> int:
     """Generate from a file of prompts.
+
+    Args:
+        every: tokens between two snapshots of a row that runs; 0: none. stdout has none either.
 
     Returns:
         The exit code: 0, 1 where rows failed or results could not be written, 130 after an interrupt.
@@ -34,6 +46,7 @@ def run_file(
     Raises:
         RingkvError: a file or an option that is refused; nothing was generated.
     """
+    check_int("--checkpoint-every", every, 0)
     if options.system is not None:
         raise RingkvError("--system: it goes with one prompt; in a file of prompts give rows with messages")
     for name, value in (("--budget", options.budget), ("--lanes", lanes)):
@@ -54,7 +67,8 @@ def run_file(
     with Job(input, output, params, settings, generation_config=generation_config, retry_errors=retry_errors) as job:
         if job.missing:
             with options.engine(lanes) as engine, progress(job.status, options.quiet) as on_result:
-                status = job.run(functools.partial(engine.iterate, raw=options.raw), on_result)
+                kept = Checkpoints(Path(output), 0 if output == "-" else every, engine.load)
+                status = job.run(functools.partial(engine.iterate, raw=options.raw), on_result, kept)
         else:
             status = job.status
     if not options.quiet or status.failed or status.interrupted or status.problem:
@@ -97,6 +111,8 @@ def summary(status: Status, output: str) -> str:
     line += f"{status.tokens} tokens and {status.evictions} evictions in this run]"
     if status.warned:
         line += f"\nresults with warnings: {status.warned}; the first warning: {status.warning}"
+    if status.unkept:
+        line += f"\nwarning: {status.unkept}"
     if status.problem:
         line += f"\nringkv: {status.problem}"
     elif status.interrupted:

@@ -26,11 +26,11 @@ def save_statistics(mean: Tensor, modulus: Tensor, digest: str, tokens: int) -> 
 
     Args:
         mean: [L, Hq, D]. modulus: [L, Hq, D/2].
-        digest: of the model; see ``calibration.digest``.
+        digest: of the model; see ``Decoder.digest``.
         tokens: how many queries these are the means of.
     """
     tensors = dict(zip(NAMES, (*mean.chunk(2, -1), modulus), strict=True))
-    about = {"format": FORMAT, "model": digest, "tokens": str(tokens)}
+    about = {"format": FORMAT, "weights": digest, "tokens": str(tokens)}
     return save({name: x.float().cpu().contiguous() for name, x in tensors.items()}, about)
 
 
@@ -69,7 +69,7 @@ def made_for(path: str) -> str | None:
     if zipfile.is_zipfile(path):
         return None
     with safe_open(path, framework="pt") as file:
-        digest: str | None = (file.metadata() or {}).get("model")
+        digest: str | None = (file.metadata() or {}).get("weights")
     return digest
 
 
@@ -77,6 +77,8 @@ def _own(path: str) -> list[Tensor]:
     with safe_open(path, framework="pt") as file:
         if (file.metadata() or {}).get("format") != FORMAT:
             raise ValueError("it has another format")
+        if "model" in file.metadata():
+            raise ValueError("an older ringkv made it, which did not tell a model from its fine-tunes: make it anew")
         return [file.get_tensor(name) for name in NAMES]
 
 

@@ -178,28 +178,30 @@ class Ring(Storage):
         for table in (self.count, self.evictions):
             table[:, lane] = 0
         self.seen[lane] = self.next_token[lane] = 0
-        self.seed[lane] = seed - (1 << 64) if seed >= 1 << 63 else seed
-        self.sample[lane], self.pin[lane], self.unranked[lane] = sample, pin, 0
+        self._key(lane, seed, sample)
+        self.pin[lane], self.unranked[lane] = pin, 0
         self.state.reset(lane)
-        self.counts[:, lane] = self.spans[:, lane] = self.evicted[:, lane] = self.unobserved[:, lane] = 0
+        for mirror in self.mirrors.values():
+            mirror[:, lane] = 0
         for observer in self.observers:
             observer.reset(lane)
 
     def start(self, lane: int, seen: int) -> None:
         """Let a prefilled lane take part in the steps."""
         self.seen[lane] = seen
-        self._run(lane, True)
+        self.run(lane, True)
 
     def stop(self, lane: int) -> None:
         """Keep a lane out of the steps; nothing of it is written any more."""
-        self._run(lane, False)
+        self.run(lane, False)
 
     def stop_all(self) -> None:
         """Keep every lane out of the steps, whatever the mirrors say: an interrupt may have come between two lines."""
         self.active.zero_()
         self.running = []
 
-    def _run(self, lane: int, runs: bool) -> None:
+    def run(self, lane: int, runs: bool) -> None:
+        """Say whether a lane takes part in the steps."""
         self.active[lane] = runs
         self.running = sorted({*self.running, lane} if runs else {*self.running} - {lane})
 
@@ -214,15 +216,43 @@ class Ring(Storage):
         if self.state:
             self.unobserved[:, self.running] += 1
 
+    @property
+    def mirrors(self) -> dict[str, np.ndarray]:
+        """What the host knows of every lane, [L, B] each, by name."""
+        return {name: getattr(self, name) for name in ("counts", "spans", "evicted", "unobserved")}
+
+    def lane(self, lane: int) -> dict[str, Tensor]:
+        """Views of all that one lane holds, [L, ...] or [], by name: its part of each table and, on the host, of each
+        mirror; all but whether it runs."""
+        views = {name: x[lane] if x.dim() == 1 else x[:, lane] for name, x in self.tensors().items()}
+        del views["active"]
+        return views | {f"host.{name}": torch.from_numpy(x[:, lane]) for name, x in self.mirrors.items()}
+
+    def put(self, lane: int, held: Mapping[str, Tensor], seed: int, sample: int) -> None:
+        """Make a lane that does not run a running copy of what ``lane`` gave, of whatever lane, ring and device.
+
+        Args:
+            held: in the sizes of this ring, which is not checked here.
+            seed, sample: as of ``reset``, for the noise from now on.
+        """
+        self._copy(lane, held)
+        self._key(lane, seed, sample)
+        for observer in self.observers:
+            observer.reset(lane)
+
     def copy_lane(self, source: int, target: int, sample: int) -> None:
         """Make a lane that does not run a running copy of another, with its own sample index."""
-        for name, tensor in self.tensors().items():
-            if name != "active":
-                own = tensor if tensor.dim() == 1 else tensor.transpose(0, 1)  # the lane first
-                own[target] = own[source]
+        self._copy(target, self.lane(source))
         self.sample[target] = sample
-        for mirror in (self.counts, self.spans, self.evicted, self.unobserved):
-            mirror[:, target] = mirror[:, source]
         for observer in self.observers:
             observer.copied(source, target)
-        self._run(target, True)
+
+    def _copy(self, lane: int, held: Mapping[str, Tensor]) -> None:
+        self.stop(lane)
+        for name, own in self.lane(lane).items():
+            own.copy_(held[name])
+        self.run(lane, True)
+
+    def _key(self, lane: int, seed: int, sample: int) -> None:
+        self.seed[lane] = seed - (1 << 64) if seed >= 1 << 63 else seed
+        self.sample[lane] = sample

@@ -83,12 +83,20 @@ class Sampler:
         if self._forbidden:
             self._bias = self._table(self._bias, torch.float32)
 
-    def set(self, lane: int, sampling: Sampling, prompt: Sequence[int] = (), ending: Iterable[int] = ()) -> None:
+    def set(
+        self,
+        lane: int,
+        sampling: Sampling,
+        prompt: Sequence[int] = (),
+        ending: Iterable[int] = (),
+        output: Sequence[int] = (),
+    ) -> None:
         """What a lane samples with from now on.
 
         Args:
             prompt: its ids, for the repetition penalty and min_tokens.
             ending: ids that end the text, for min_tokens.
+            output: the tokens that its text has already.
         """
         self._lanes[lane], values = sampling, sampling.values
         self._prompt[lane] = len(prompt)
@@ -109,22 +117,25 @@ class Sampler:
             self._bias[lane, self._forbidden] = -torch.inf
         if self._in_prompt is not None:
             self._in_prompt[lane, self._ids(prompt)] = True
+        if self._in_output is not None and output:
+            self._in_output[lane, self._ids(output)] = True
         if self._ending is not None:
             self._ending[lane, self._ids(ending)] = True
         self._build()
 
-    def draw(self, logits: Tensor, ring: Noise, lanes: Sequence[int] | None = None) -> Tensor:
+    def draw(self, logits: Tensor, ring: Noise, lanes: Sequence[int] | None = None, opens: bool = True) -> Tensor:
         """The token at position ``ring.seen`` of each lane, int64 [b], from logits [b, V]; -1 for a row not finite.
 
         Args:
-            lanes: the lanes that the rows belong to, which draw the first token of their texts; None for all in order.
+            lanes: the lanes that the rows belong to; None for all in order.
+            opens: whether these lanes draw the first tokens of their texts.
         """
         at: Any = slice(None) if lanes is None else torch.tensor(lanes, device=self._device)
 
         def of(table: Tensor | None) -> Tensor | None:
             return None if table is None else table[at]
 
-        if lanes is not None and self._not_first:
+        if lanes is not None and opens and self._not_first:
             logits = logits.index_fill(1, self._ids(self._not_first), -torch.inf)
         early = None
         if self._ending is not None:

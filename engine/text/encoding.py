@@ -101,6 +101,34 @@ class Conversation:
         before = self._guard.parts(self._text[:end])
         return self._tokenizer.count_before([*before, *self._guard.parts(self._text[end:])], len(before))
 
+    def ids_without_prompt(self) -> list[int]:
+        """The ids of the messages alone: no answer begins behind them."""
+        return self._tokenizer.encode_parts(self._guard.parts(self._render(self._messages, prompt=False)))
+
+    def ids_after(self, count: int, inside: bool) -> list[int]:
+        """The ids of what is rendered behind the first messages.
+
+        Args:
+            count: how many messages are left out.
+            inside: whether the turn of the last of these is still open, so that what ends it comes first.
+
+        Raises:
+            RingkvError: the template does not write the others behind these.
+        """
+        last, mark = count - 1, self._guard.mark
+        marked = [*self._messages]
+        marked[last] = {**marked[last], "content": marked[last]["content"] + mark}
+        text = self._render(marked)
+        end = text.find(mark) + 1
+        if not inside:
+            before = self._try(marked[:count], prompt=False)
+            end = len(before) if before and text.startswith(before) else 0
+        if not end or text.count(mark) != 1:
+            raise RingkvError("append: the chat template does not write messages behind what was read; give a text")
+        before_parts = self._guard.parts(text[:end].replace(mark, ""))
+        parts = [*before_parts, *self._guard.parts(text[end:])]
+        return self._tokenizer.encode_parts(parts)[self._tokenizer.count_before(parts, len(before_parts)) :]
+
     def leaves_out_system(self) -> bool:
         """Whether there is a system message, and the template does not write it."""
         words = self._system_words

@@ -108,6 +108,11 @@ class ThoughtSplitter:
         return THINKING if self._phase == INSIDE else ANSWER
 
     @property
+    def phase(self) -> int:
+        """BEFORE, INSIDE or AFTER the thought."""
+        return self._phase
+
+    @property
     def thinking_tokens(self) -> int:
         """Tokens of the thought without its tags; where tags are texts, known after ``flush``."""
         return self._counts[THINKING]

@@ -9,6 +9,7 @@ import pytest
 from ringkv import RingConfig, RingkvError, SamplingParams
 from ringkv.apps.chat.commands import COMMANDS, handle
 from ringkv.apps.chat.session import ChatSession
+from ringkv.apps.chat.transcript import ring_path
 from scripted import Script
 
 
@@ -97,11 +98,11 @@ def test_an_interrupt_and_a_closed_stream_keep_what_came():
     for step, _ in enumerate(asked.session.send("Hi")):
         if step == 3:
             asked.script.engine.cancel(0)
-    assert (asked.session.last.finish_reason, asked.session.turns[-1]["content"]) == ("cancelled", "aaaa")
+    assert (asked.session.last.finish_reason, asked.session.turns[-1]["content"]) == ("cancelled", "aaaaa")
     stream = asked.session.send("Yo")
     next(stream)
     stream.close()
-    assert [turn["content"] for turn in asked.session.turns] == ["Hi", "aaaa", "Yo", "b"]
+    assert [turn["content"] for turn in asked.session.turns] == ["Hi", "aaaaa", "Yo", "b"]
     assert asked.session.unfinished
     assert asked.say("So") == "c"
 
@@ -220,6 +221,7 @@ def test_save_and_load(tmp_path):
     assert other.session.messages == asked.session.messages
     assert other.session.params == asked.session.params
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as an editor may leave it
+    ring_path(path).unlink()
     handle(other.session, f"/load {path}")
     assert other.session.messages == asked.session.messages
     other.say("Yo")
@@ -271,3 +273,82 @@ def test_files_that_cannot_be_read_or_written(tmp_path):
     }.items():
         with pytest.raises(RingkvError, match=message):
             handle(session, line)
+
+
+def going_on(asked):
+    """Another session with the same model, whose script goes on where that one's stands."""
+    other = Asked()
+    runner = other.script.engine._runner
+    put = runner.put
+
+    def told(lane, held, seed, sample):
+        put(lane, held, seed, sample)
+        other.script.said[lane] = int(held["seen"]), asked.script.ids("y" * 60 + END)  # told from here on
+
+    runner.put = told
+    return other
+
+
+def test_a_saved_conversation_keeps_its_ring(tmp_path):
+    """Only the question is read: what was said before is in the ring, the thought too. Oracle: the ring's own ids."""
+    asked = Asked(f"<think>\nhm\n</think>\n\nYes{END}", f"No{END}")
+    asked.say("Hi")
+    asked.session.save(tmp_path / "a.json")
+    assert (tmp_path / "a.json.ringkv.thought").stat().st_mode & 0o777 == 0o600
+    seen = asked.session.last.snapshot
+    other = going_on(asked)
+    assert other.session.load(tmp_path / "a.json") == "with its ring"
+    assert other.session.messages == asked.session.messages
+    read = []
+    feed = other.script.engine._runner.read
+    other.script.engine._runner.read = lambda lane, ids, progress: read.append(list(ids)) or feed(lane, ids, progress)
+    *_, last = other.session.send("Yo")
+    turn = asked.script.ids("\n<|im_start|>user\nYo<|im_end|>\n<|im_start|>assistant\n")
+    assert read == [[seen.tokens[-1], *turn]]
+    assert other.prompts == []
+    assert last.completion.snapshot.prompt == [*seen.prompt, *seen.tokens, *turn]
+    *_, again = other.session.retry()  # from the same ring
+    assert read[1] == read[0]
+    assert again.completion.snapshot.prompt == last.completion.snapshot.prompt
+    *_, third = other.session.send("So?")  # and on
+    assert third.completion.snapshot.prompt[: len(last.completion.snapshot.prompt)] == last.completion.snapshot.prompt
+
+
+def test_an_answer_that_was_cut_goes_on_after_loading(tmp_path):
+    asked = Asked("one two three four", max_tokens=7)
+    asked.say("Hi")
+    asked.session.save(tmp_path / "a.json")
+    other = going_on(asked)
+    other.session.load(tmp_path / "a.json")
+    assert other.session.unfinished
+    list(other.session.resume())
+    assert other.session.last.token_ids[:7] == asked.script.ids("one two")
+    assert other.session.last.completion_tokens == 14
+    assert other.session.turns[-1]["content"] == other.session.last.text
+    assert len(other.session.turns) == 2
+
+
+def test_a_ring_that_does_not_fit_is_said_and_the_conversation_is_read_anew(tmp_path):
+    asked = Asked(f"Yes{END}", f"No{END}", f"Maybe{END}")
+    asked.say("Hi")
+    asked.session.save(tmp_path / "a.json")
+    asked.session.save(tmp_path / "b.json")
+    ring, other = tmp_path / "a.json.ringkv.thought", tmp_path / "b.json.ringkv.thought"
+    whole = ring.read_bytes()
+    for data, said in (
+        (whole[:-3], "without its ring (snapshot"),
+        (other.read_bytes(), "without its ring, which is of another save"),
+        (None, "No such file"),
+    ):
+        ring.unlink() if data is None else ring.write_bytes(data)
+        assert said in asked.session.load(tmp_path / "a.json")
+        assert [turn["content"] for turn in asked.session.turns] == ["Hi", "Yes"]
+    asked.say("Yo")
+    text = asked.script.tokenizer.decode(asked.prompts[1])
+    assert "Hi" in text
+    assert "Yes" in text
+    asked.session.set_system("Be brief.")  # it stands before all: the ring cannot have it
+    asked.session.load(tmp_path / "b.json")
+    asked.session.set_system("Be brief.")
+    asked.say("Yo")
+    assert "Be brief." in asked.script.tokenizer.decode(asked.prompts[-1])

@@ -58,6 +58,7 @@ def engines(policy, lanes=3, retention="refreekv"):
             engine._runner = GraphRunner(*parts, Sampler(lanes, 97, CPU, static=True), steering, eager_graph)
         else:
             engine._runner = Runner(*parts, Sampler(lanes, 97, CPU), steering)
+        engine._serving.loop.runner = engine._runner
         yield engine
 
 

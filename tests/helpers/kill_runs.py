@@ -2,7 +2,8 @@
 
 Each run is a fork of this process that loads the engine, since an engine is not used across a fork. A moment is
 {"line": k, "keep": n}: of the k-th line that the run writes, from 0, only n bytes reach the file (negative: all but so
-many); or {"bytes": n}: of all that it writes only n bytes do.
+many); or {"bytes": n}: of all that it writes only n bytes do; or {"all": n}: the same of all files together, those of
+snapshots among them, of which one is written every ``EVERY`` tokens if that is not 0.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from pathlib import Path
 import torch
 
 from ringkv import Engine, RingConfig, SamplingParams
+from ringkv.apps.jobs.checkpoints import Checkpoints
 from ringkv.apps.jobs.job import Job
 
 SETTINGS = {"model": "tiny", "budget": 24, "lanes": 4}
 
 
-def run(model: str, source: Path, output: Path, moment: dict[str, int] | None) -> None:
+def run(model: str, source: Path, output: Path, moment: dict[str, int] | None, every: int = 0) -> None:
     """One run in this process; returns only if it was not killed."""
     engine = Engine.from_pretrained(model, ring=RingConfig(budget=24, window=8), lanes=4, device="cpu")
     if moment is not None:
         die_at(moment, output)
     with Job(source, output, SamplingParams(n=2, seed=7, temperature=1.0, ignore_eos=True), SETTINGS) as job:
-        job.run(functools.partial(engine.iterate, raw=True))
+        job.run(functools.partial(engine.iterate, raw=True), checkpoints=Checkpoints(output, every, engine.load))
 
 
 def die_at(moment: dict[str, int], output: Path) -> None:
@@ -39,6 +41,13 @@ def die_at(moment: dict[str, int], output: Path) -> None:
 
     def dying(fd: int, data: memoryview) -> int:
         nonlocal lines, written
+        if "all" in moment:
+            last = moment["all"] - written
+            if last > len(data):
+                written += len(data)
+                return write(fd, data)
+            write(fd, data[:last])
+            os.kill(os.getpid(), signal.SIGKILL)
         if not output.exists() or not os.path.samestat(os.fstat(fd), output.stat()):
             return write(fd, data)
         last = len(data) + 1
@@ -56,7 +65,7 @@ def die_at(moment: dict[str, int], output: Path) -> None:
     os.write = dying  # type: ignore[assignment]
 
 
-def main(model: str, source: str, output: str, unbroken: str, moments: str) -> None:
+def main(model: str, source: str, output: str, unbroken: str, moments: str, every: str = "0") -> None:
     """Prints, for each moment, the exit status of its run and the size that the file then had."""
     torch.set_num_threads(1)
     ends = []
@@ -65,7 +74,7 @@ def main(model: str, source: str, output: str, unbroken: str, moments: str) -> N
         if not pid:
             status = 1
             try:
-                run(model, Path(source), Path(path), moment)
+                run(model, Path(source), Path(path), moment, int(every))
                 status = 0
             finally:
                 os._exit(status)

@@ -63,6 +63,7 @@ class Script:
         runner.latency = latency
         prefill, forward = runner.prefill, runner._forward
         said: dict[int, tuple[int, Sequence[int]]] = {}  # lane -> tokens of its prompt, and what follows
+        self.said, self.script = said, script
 
         def logits(token: int) -> torch.Tensor:
             row = torch.zeros(1, config.vocab_size)

@@ -1,0 +1,1 @@
+"""``ringkv state``: what the file of a snapshot holds."""
