@@ -149,8 +149,8 @@ class GraphRunner(Runner):
         self.after_step()
 
     @torch.inference_mode()
-    def forward(self, token: Tensor) -> Tensor:
-        """A step whose draw is not used: append ``token`` [B] to the running lanes; returns the next logits [B, V]."""
+    def forward_alone(self, token: Tensor) -> Tensor:
+        """As of ``Runner``: a replay, whose draw is not used."""
         self.ring.next_token.copy_(token)
         running = self.ring.active.clone()
         logits = self._replay()[2].clone()

@@ -205,6 +205,10 @@ class Runner:
         self.after_step()
         return logits
 
+    def forward_alone(self, token: Tensor) -> Tensor:
+        """``forward`` where no lane, running or not, holds a request: what lanes draw with may change."""
+        return self.forward(token)
+
     def _forward(self, token: Tensor) -> Tensor:
         """The device's part of ``forward``."""
         model, ring = self.model, self.ring

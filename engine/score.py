@@ -36,7 +36,7 @@ def _wave(runner: Runner, ids: Sequence[int], seeds: Sequence[int]) -> Tensor:
         scores[:, place] = logits.log_softmax(-1)[:, token]  # a copy: a view would keep the whole row
         if place < len(ids) - 2:
             fed = torch.full((ring.lanes,), token, device=ring.seen.device)
-            logits = runner.forward(fed)[: len(seeds)]
+            logits = runner.forward_alone(fed)[: len(seeds)]
     ring.stop_all()
     if ring.unranked[: len(seeds)].any():
         raise gave_nan(ring.policy)

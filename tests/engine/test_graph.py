@@ -249,6 +249,25 @@ def test_a_slow_start_says_what_it_does(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("policy", ["vase-attnv", "h2o"])
+def test_what_is_put_into_a_lane_leaves_the_others_as_they_are(policy):
+    """While a lane reads tokens one by one, the others stand still. Oracle: each request alone."""
+    params = [SamplingParams(seed=1, max_tokens=80, repetition_penalty=1.5, presence_penalty=1), SamplingParams(seed=2)]
+    params[1] = params[1].replace(max_tokens=60, repetition_penalty=1.5)
+    results = []
+    for engine in engines(policy):
+        head = engine.read([1, 2, 3], params[1])
+        more = head.then([7, 8, 9, 10, 11])
+        alone = [engine.generate([4, 5], params[0]), engine.generate(more, params[1])]
+        stream = engine.stream([4, 5], params[0])
+        events = [next(stream) for _ in range(20)]
+        beside = engine.generate(more, params[1])
+        done = [*events, *stream][-1].completion
+        assert [without_times(each) for each in (done, beside)] == [without_times(each) for each in alone]
+        results.append([without_times(each) for each in alone])
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("policy", ["vase-attnv", "h2o"])
 def test_scores_come_from_the_captured_step(policy):
     ids = torch.randint(97, (150,), generator=torch.Generator().manual_seed(3)).tolist()
     eager, captured = engines(policy, lanes=2)
