@@ -351,9 +351,9 @@ def test_an_update_that_was_interrupted_is_finished_before_anything_is_computed(
     with pytest.raises(RingkvError, match="the tensors do not fit"):
         engine.update_weights({})
     for use in (
-        lambda: engine.generate(prompt(9)),
-        lambda: engine.generate([prompt(9), prompt(8)]),
-        lambda: next(engine.stream(prompt(9))),
+        lambda: engine.generate(prompt(9), params()),
+        lambda: engine.generate([prompt(9), prompt(8)], params()),
+        lambda: next(engine.stream(prompt(9), params())),
         lambda: engine.score(prompt(9)),
     ):
         with pytest.raises(RingkvError, match=r"^weights: an update was interrupted, .* accepted is another update$"):
