@@ -11,7 +11,7 @@ from collections.abc import Callable
 from os import _exit
 
 INTERRUPTED = 130  # the exit code after Ctrl-C or SIGTERM
-WITHIN = 1.9  # seconds that the process may take to end in order
+WITHIN = 1.7  # seconds that a process may take to end in order; to be gone takes it a moment more
 at_end: list[Callable[[], object]] = []  # what is put right before the process is ended at once
 
 

@@ -131,6 +131,7 @@ class Rows:
         self._input = f"input = {str(source)!r}"
         self._reading = threading.Lock()  # an engine may take prompts in one thread and give results in another
         self.first = array("Q", [0])
+        self._next, self._twins = 0, False  # where a key is looked for first; whether two have one hash
         self._offsets, self._lines, self._keys, self._digests = array("Q"), array("Q"), array("q"), bytearray()
         with naming(self._input):
             self._file = _twice_readable(source)
@@ -218,9 +219,9 @@ class Rows:
         """Refuse two rows of one id. Rows whose keys have one hash are read again; nearly always they are such."""
         hashes = np.sort(self._keys)
         twins = hashes[1:][hashes[1:] == hashes[:-1]]
-        self._next, self._twins = 0, len(twins) > 0  # where a key is looked for first; whether two have one hash
+        self._twins = len(twins) > 0
         lines: dict[str, int] = {}
-        for place in np.flatnonzero(np.isin(self._keys, twins)) if self._twins else ():
+        for place in np.flatnonzero(np.isin(self._keys, twins)).tolist() if self._twins else ():
             row = self[place]
             if (line := lines.setdefault(row.key, row.line)) != row.line:
                 raise RingkvError(f"{self._name}: line {row.line}: id {row.id!r} is also that of line {line}")

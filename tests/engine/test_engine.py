@@ -331,7 +331,8 @@ def test_update_weights_in_place():
 @pytest.mark.parametrize("copied", [0, 1, 17, -1])
 def test_an_update_that_was_interrupted_is_finished_before_anything_is_computed(dtype, copied, monkeypatch):
     """Oracle: an engine of the new weights."""
-    config, old, new = tiny_config(), *(tiny_weights(tiny_config(), torch.float32, seed) for seed in (0, 1))
+    config = tiny_config()
+    old, new = (tiny_weights(config, torch.float32, seed) for seed in (0, 1))
     engine, fresh = (Engine(each, config=config, ring=RING, dtype=dtype) for each in (old, new))
     before = engine.generate(prompt(9), params(temperature=0)).token_ids
     read, names = StateDictCheckpoint.read, list(engine.model.destinations())
@@ -351,9 +352,9 @@ def test_an_update_that_was_interrupted_is_finished_before_anything_is_computed(
     with pytest.raises(RingkvError, match="the tensors do not fit"):
         engine.update_weights({})
     for use in (
-        lambda: engine.generate(prompt(9)),
-        lambda: engine.generate([prompt(9), prompt(8)]),
-        lambda: next(engine.stream(prompt(9))),
+        lambda: engine.generate(prompt(9), params()),
+        lambda: engine.generate([prompt(9), prompt(8)], params()),
+        lambda: next(engine.stream(prompt(9), params())),
         lambda: engine.score(prompt(9)),
     ):
         with pytest.raises(RingkvError, match=r"^weights: an update was interrupted, .* accepted is another update$"):

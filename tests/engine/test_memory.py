@@ -139,6 +139,7 @@ def test_a_policy_that_reads_a_file_is_asked_once_and_for_the_whole_model(tmp_pa
     monkeypatch.setattr(future, "load_statistics", lambda *given: reads.append(given) or load(*given))
     ring = RingConfig("auto", 8, f"triattention:stats={tmp_path / 'stats'}")
     planner = Planner(config, torch.float32)
+    planner.prefill_bytes(replace(ring, budget=40))
     most = planner.most_budget(ring, 2, 1 << 28, 1 << 20)
     sized = replace(ring, budget=most)
     planned = planner.plan(sized, 2)
