@@ -171,7 +171,7 @@ class Prompts:
                 ids, inside = [*ids, *tokens, *turn], conversation.begins_inside()
                 past = Past(snapshot, [*snapshot.unread, *turn], changed=True)
             else:
-                past = self._put_in(past, self._stop_ids(params, sampling))
+                past = self._put_in(past, self._stop_ids(snapshot.params, sampling))
         elif snapshot.tail != "answer":
             raise RingkvError(f"append: it ends with the {snapshot.tail} message; accepted are messages to go on with")
         request = self._request(ids, params, sampling, conversation, inside)
