@@ -109,7 +109,7 @@ def refusing(path: Path, field: str = "output") -> Generator[None, None, None]:
         raise RingkvError(f"{field} = {str(path)!r}: {reason}") from error
 
 
-def write_all(fd: int, data: bytes) -> int:
+def write_all(fd: int, data: bytes | memoryview) -> int:
     """Write all of ``data``; returns how many bytes that were."""
     left = memoryview(data)
     while left:

@@ -180,10 +180,11 @@ class Options:
         Raises:
             RingkvError: its policy is of a module, which no file may have imported.
         """
-        theirs = {name: about.get(name) for name in ("budget", "window", "policy", "sinks")}
+        theirs: dict[str, Any] = {name: about.get(name) for name in ("budget", "window", "policy", "sinks")}
         if self.policy is None and str(theirs["policy"]).partition(":")[0] not in POLICY_NAMES:
             raise RingkvError(f"--policy: the snapshot is of {theirs['policy']!r}, which --resume takes by name only")
-        return replace(self, **theirs | self.given(*theirs))
+        theirs |= self.given(*theirs)
+        return replace(self, **theirs)
 
     def ring(self) -> RingConfig:
         """The ring that these options describe; a policy may be a class of a module in the current folder."""

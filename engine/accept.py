@@ -83,7 +83,7 @@ def check_lane(snapshot: Snapshot, runner: Runner, vocabulary: int) -> None:
         if int(held[name]) != value:
             raise _broken(snapshot, f"{name} is {int(held[name])}, and the header and the ids say {value}")
     if snapshot.pin > ring.config.sinks and ring.policy.evicts:
-        ring.config.check_protected(snapshot.pin, "snapshot: pinned tokens")
+        ring.config.check_protected(snapshot.pin, f"snapshot {snapshot.source!r}: pinned tokens")
     problem = broken(ring.config, held) or runner.steering.broken(held, vocabulary)
     if problem is None and not all(x.isfinite().all() for x in _floats(held)):
         problem = "a table holds NaN or infinity"

@@ -122,7 +122,7 @@ class Engine:
             self._runner.sampler.forbid(self.prompts.holes | self.prompts.suppressed, self.prompts.not_first)
         kinds = {"weights": model.weight_dtype, "compute": model.dtype, "ring": self.ring.k.dtype}
         dtypes = {kind: str(value).removeprefix("torch.") for kind, value in kinds.items()}
-        self._kind = {"dtype": dtypes, "backend": self.backend}
+        self._kind: dict[str, Any] = {"dtype": dtypes, "backend": self.backend}
         self._ring_about = about_ring(self.ring)
         loop = Loop(self._runner, self._start, self._report, self._snapshot, self._check_room)
         self._serving = Serving(loop, self._limited)
@@ -222,8 +222,7 @@ class Engine:
         Cancelling the task ends its requests. See ``astream`` for what happens where there are many.
         """
         async with self._serving.place(self.lanes):
-            batch = self.prompts.is_batch(prompts)
-            if batch:
+            if batch := self.prompts.is_batch(prompts):
                 call = self._call_all(prompts, params, raw, trace, Keep(keep))
             else:
                 requests = await asyncio.to_thread(self._prepare, prompts, params, 0, raw, trace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from ringkv.engine.config import RingConfig, SamplingParams
 from ringkv.engine.idle import fixed_seeds, idle_options
@@ -64,7 +64,7 @@ class Prompts:
         self.not_first = frozenset(suppressed(generation_config, "begin_suppress_tokens"))
 
     @staticmethod
-    def is_batch(prompts: object) -> bool:
+    def is_batch(prompts: object) -> TypeGuard[Sequence[Any]]:
         """Whether this is a list of prompts and not one prompt."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence):
             return False
@@ -171,7 +171,7 @@ class Prompts:
                 ids, inside = [*ids, *tokens, *turn], conversation.begins_inside()
                 past = Past(snapshot, [*snapshot.unread, *turn], changed=True)
             else:
-                past = self._put_in(past, self._stop_ids(params, sampling))
+                past = self._put_in(past, self._stop_ids(snapshot.params, sampling))
         elif snapshot.tail != "answer":
             raise RingkvError(f"append: it ends with the {snapshot.tail} message; accepted are messages to go on with")
         request = self._request(ids, params, sampling, conversation, inside)
@@ -197,7 +197,7 @@ class Prompts:
         if snapshot.tail in ("answer", "assistant"):
             head = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
         assert not isinstance(snapshot.more, str | None)
-        conversation = self.conversation([*head, *snapshot.more], params.thinking)  # type: ignore[list-item]
+        conversation = self.conversation([*head, *snapshot.more], params.thinking)
         return conversation, conversation.ids_after(len(head), inside=snapshot.tail == "answer")
 
     def _put_in(self, past: Past, stop_ids: frozenset[int]) -> Past:

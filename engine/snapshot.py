@@ -7,7 +7,6 @@ not in it (the text, half a character, a stop string that is half matched, what 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import zlib
@@ -250,11 +249,11 @@ def _empty(part: Any) -> Tensor:
 
 def _bytes(x: Tensor) -> memoryview:
     """The bytes of a tensor on the host, not copied."""
-    return memoryview(x.reshape(-1).view(torch.uint8).numpy())
+    return x.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _checksum(about: str, data: Mapping[str, memoryview]) -> str:
-    crc = 0
-    for part in itertools.chain([about.encode()], data.values()):
+    crc = zlib.crc32(about.encode())
+    for part in data.values():
         crc = zlib.crc32(part, crc)
     return f"{crc:08x}"

@@ -236,8 +236,9 @@ class Job:
                     refused.append(place)
                     continue
                 left = set(self._missing(place))
-                for sample in sorted(left) if checkpoints is not None else ():
-                    if (snapshot := checkpoints.find(row.key, sample, sampling)) is not None:
+                for sample in sorted(left):
+                    snapshot = None if checkpoints is None else checkpoints.find(row.key, sample, sampling)
+                    if snapshot is not None:
                         left.discard(sample)
                         begun[next(counted)] = _Begun(row, {sample}, _NO_RESULT)
                         yield snapshot, None

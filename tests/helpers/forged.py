@@ -30,7 +30,7 @@ def put_together(path: Path, about: Any, tensors: dict[str, Tensor], crc: str | 
     if crc is None:
         check = zlib.crc32(text.encode())
         for name in sorted(tensors):
-            check = zlib.crc32(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy(), check)
+            check = zlib.crc32(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), check)
         crc = f"{check:08x}"
     metadata = {"format": "ringkv snapshot", "about": text, "crc32": crc, **head}
     save_file({name: x.contiguous() for name, x in tensors.items()}, path, metadata)

@@ -66,3 +66,20 @@ def test_an_idle_lane_is_not_touched():
     for name in ("k", "v", "position", "order", "v_range", "queries", "count", "evictions"):
         own, now = before[name][:, 1], ring.tensors()[name][:, 1]
         assert torch.equal(own.nan_to_num(7), now.nan_to_num(7)), name
+
+
+def test_a_snapshot_goes_on_in_another_lane():
+    """Oracle: the uninterrupted run through the same kernels, its ids and tables."""
+    config = tiny_config("qwen3", layers=1)
+    decoder = tiny_decoder(config, tiny_weights(config, torch.float32))
+    engine = Engine(decoder, ring=RingConfig(20, 6, "h2o", "all"), lanes=2, backend="triton")
+    params = SamplingParams(max_tokens=14, seed=1, on_repetition="ignore", **SAMPLED)
+    *_, last = events = list(engine.stream(list(range(1, 40)), params, every=5, keep=True))
+    (snapshot,) = (each.snapshot for each in events if each.snapshot is not None and len(each.snapshot.tokens) == 5)
+    neighbour = engine.stream([7], params)
+    next(neighbour)
+    *_, done = engine.resume(snapshot, keep=True)
+    neighbour.close()
+    assert done.completion.token_ids == last.completion.token_ids
+    for name, table in last.completion.snapshot.lane.items():
+        assert torch.equal(done.completion.snapshot.lane[name], table), name
