@@ -197,8 +197,8 @@ class Loop:
         """Read a prompt, or take up what a snapshot holds; the logits of the token that was read last, unless the next
         one is drawn already."""
         past = request.past
+        self.check_room(len(request.ids) if past is None else 0)  # tokens that follow a snapshot are read one by one
         if past is None:
-            self.check_room(len(request.ids))
             self.ring.reset(lane, request.seed, request.sample, request.pin)
             return self.runner.prefill(lane, request.ids, progress)
         held = past.snapshot.lane
