@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from functools import cached_property, partial
-from itertools import repeat
-from typing import Any, Literal, TypeAlias, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ringkv import __version__
 from ringkv.engine.accept import about_ring as snapshot_ring
-from ringkv.engine.accept import accept, check_lane
 from ringkv.engine.calibration import check_calibration
 from ringkv.engine.call import NO_SNAPSHOTS, Call, Keep
 from ringkv.engine.completion import Completion, StreamEvent
 from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
 from ringkv.engine.graph import make_runner
 from ringkv.engine.host_memory import free_memory
+from ringkv.engine.intake import Intake, Params, one_sample
 from ringkv.engine.loading import load
 from ringkv.engine.loop import Loop
 from ringkv.engine.memory import Planner
 from ringkv.engine.prompts import Prompt, Prompts
-from ringkv.engine.record import Recorder, check_countable
+from ringkv.engine.record import Recorder
 from ringkv.engine.report import about_ring, completion, failure
 from ringkv.engine.request import Generation, Request
 from ringkv.engine.ring.storage import Ring
@@ -45,7 +43,6 @@ from ringkv.models.decoder import Decoder
 from ringkv.models.tokenizer import Tokenizer
 from ringkv.models.weights import load_weights
 
-Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 ROUGHLY = 128  # bytes for each number in the rows of a token: far more than reading it takes, so nothing is planned
 
 
@@ -124,6 +121,7 @@ class Engine:
         dtypes = {kind: str(value).removeprefix("torch.") for kind, value in kinds.items()}
         self._kind: dict[str, Any] = {"dtype": dtypes, "backend": self.backend}
         self._ring_about = about_ring(self.ring)
+        self._intake = Intake(self.prompts, lambda: self._runner, self._about_snapshots, self._refused)
         loop = Loop(self._runner, self._start, self._report, self._snapshot, self._check_room)
         self._serving = Serving(loop, self._limited)
 
@@ -204,7 +202,7 @@ class Engine:
         """
         if self.prompts.is_batch(prompts):
             return _in_order(self._completions(self._call_all(prompts, params, raw, trace, Keep(keep))))
-        requests = self._prepare(prompts, params, 0, raw, trace)
+        requests = self._requests(prompts, params, 0, raw, trace)
         samples = _in_order(self._completions(self._call(requests, trace=trace, keep=Keep(keep))))
         return samples if len(samples) > 1 else samples[0]
 
@@ -225,7 +223,7 @@ class Engine:
             if batch := self.prompts.is_batch(prompts):
                 call = self._call_all(prompts, params, raw, trace, Keep(keep))
             else:
-                requests = await asyncio.to_thread(self._prepare, prompts, params, 0, raw, trace)
+                requests = await asyncio.to_thread(self._requests, prompts, params, 0, raw, trace)
                 call = self._call(requests, trace=trace, keep=Keep(keep))
             async with aclosing(self._serving.aevents(call)) as events:
                 done = [(index, event.completion) async for index, event in events if event.completion is not None]
@@ -255,7 +253,7 @@ class Engine:
         if self.prompts.is_batch(prompt):
             raise RingkvError("stream: one prompt at a time; use iterate or generate for a list")
         check_int("every", every, 0)
-        requests = self._prepare(prompt, _one_sample(params), 0, raw, trace, begun)
+        requests = self._requests(prompt, one_sample(params), 0, raw, trace, begun)
         return self._events(self._call(requests, on_prefill, trace, Keep(keep, every)))
 
     def resume(
@@ -290,9 +288,8 @@ class Engine:
         Raises:
             RingkvError: it is none, or one of another model or ring; it names the file and what differs.
         """
-        snapshot = Snapshot.load(path, self._accept)
-        check_lane(snapshot, self._runner, self.prompts.config.vocab_size)
-        return snapshot
+        self._serving.check_open()
+        return self._intake.load(path)
 
     def read(
         self,
@@ -310,7 +307,7 @@ class Engine:
         Args:
             params: their seed is that of the noise by which a prompt longer than the ring is ranked.
         """
-        requests = self._prepare(prompt, _one_sample(params), 0, raw, trace=False, reads=True)
+        requests = self._requests(prompt, one_sample(params), 0, raw, trace=False, reads=True)
         ((_, done),) = self._completions(self._call(requests, on_prefill, keep=Keep(last=True)))
         if done.snapshot is None:
             raise RingkvError(f"read: {done.error['message'] if done.error is not None else 'it was cancelled'}")
@@ -337,8 +334,8 @@ class Engine:
             raise RingkvError("astream: one prompt at a time; use agenerate for a list")
         check_int("every", every, 0)
         async with self._serving.place(self.lanes):
-            arguments = prompt, _one_sample(params), 0, raw, trace, begun
-            requests = await asyncio.to_thread(self._prepare, *arguments)
+            arguments = prompt, one_sample(params), 0, raw, trace, begun
+            requests = await asyncio.to_thread(self._requests, *arguments)
             call = self._call(requests, trace=trace, keep=Keep(keep, every))
             async with aclosing(self._serving.aevents(call)) as events:
                 async for _, event in events:
@@ -465,9 +462,6 @@ class Engine:
         digest = {"ringkv": __version__, "model": self.name, "digest": self.model.digest}
         return {**digest, **ring, **machine, "device": self.model.device.type}
 
-    def _accept(self, snapshot: Snapshot) -> list[str]:
-        return accept(snapshot, self._about_snapshots(), self._runner)
-
     def _snapshot(self, generation: Generation, held: dict[str, Tensor]) -> Snapshot:
         request = generation.request
         return Snapshot(
@@ -489,36 +483,9 @@ class Engine:
             lane=held,
         )
 
-    def _resumed(
-        self, snapshot: Snapshot, params: object, index: int, trace: bool, begun: Sequence[int], reads: bool
-    ) -> list[Request]:
-        if trace or begun:
-            name = "trace" if trace else "begun"
-            raise RingkvError(f"{name}: a snapshot cannot be gone on with by it; accepted is none")
-        differs = self._accept(snapshot)
-        if snapshot.source is not None:
-            check_lane(snapshot, self._runner, self.prompts.config.vocab_size)
-        requests = self.prompts.resumed(snapshot, None if params is None else _one(params), index, reads)
-        return [dataclasses.replace(each, warnings=[*each.warnings, *differs]) for each in requests]
-
-    def _prepare(
-        self,
-        prompt: object,
-        params: object,
-        index: int,
-        raw: bool,
-        trace: bool,
-        begun: Sequence[int] = (),
-        reads: bool = False,
-    ) -> list[Request]:
-        if isinstance(prompt, Snapshot):
-            return self._resumed(prompt, params, index, trace, begun, reads)
-        requests = self.prompts.prepare(prompt, _one(params), index=index, raw=raw, begun=begun, reads=reads)
-        if trace:
-            config, request = self.ring.config, requests[0]
-            read = min(len(request.ids), config.capacity) + request.sampling.values["max_tokens"]
-            check_countable((read - config.budget_tokens) // config.window if self.ring.policy.evicts else 0)
-        return requests
+    def _requests(self, *given: Any, **options: Any) -> list[Request]:
+        self._serving.check_open()
+        return self._intake.requests(*given, **options)
 
     def _call(
         self,
@@ -539,29 +506,11 @@ class Engine:
         keep: Keep = NO_SNAPSHOTS,
     ) -> Call:
         """A call for many prompts; each is prepared when a lane is free for it."""
-        if not isinstance(prompts, Iterator) and not self.prompts.is_batch(prompts):
-            raise RingkvError("prompts: a list of prompts is needed here")
-        if isinstance(params, (list, tuple)):
-            if isinstance(prompts, Sequence) and len(params) != len(prompts):
-                raise RingkvError(f"params: {len(params)} given for {len(prompts)} prompts")
-            params = iter(params)
-        waves = self._waves(prompts, params if isinstance(params, Iterator) else repeat(params), raw, trace)
+        waves = self._intake.waves(prompts, params, raw, trace)
         return self._serving.register(Call(waves, recorder=Recorder(self.ring) if trace else None, keep=keep))
 
-    def _waves(
-        self, prompts: Iterable[Any], each: Iterator[object], raw: bool, trace: bool
-    ) -> Iterator[tuple[int, list[Request] | Completion]]:
-        for index, prompt in enumerate(prompts):
-            try:
-                params = next(each)
-            except StopIteration:
-                raise RingkvError(f"params: {index} given for more prompts") from None
-            wave: list[Request] | Completion
-            try:
-                wave = self._prepare(prompt, params, index, raw, trace)
-            except Exception as error:  # whatever is wrong with a row is its own affair
-                wave = failure(self.about(), self._ring_about, error)
-            yield index, wave
+    def _refused(self, error: Exception) -> Completion:
+        return failure(self.about(), self._ring_about, error)
 
     def _completions(
         self, call: Call, on_snapshot: Callable[[int, Snapshot], object] | None = None
@@ -638,20 +587,6 @@ class Engine:
 def _in_order(results: Iterable[tuple[int, Completion]]) -> list[Completion]:
     """By prompt, then by sample."""
     return [done for _, done in sorted(results, key=lambda pair: (pair[0], pair[1].sample))]
-
-
-def _one_sample(params: object) -> object:
-    if isinstance(params, SamplingParams) and params.n > 1:
-        raise RingkvError(f"stream: n = {params.n} samples; accepted is 1 (use generate)")
-    return params
-
-
-def _one(params: object) -> SamplingParams:
-    if params is None:
-        return SamplingParams()
-    if not isinstance(params, SamplingParams):
-        raise RingkvError.bad("params", params, "a SamplingParams")
-    return params
 
 
 def _check_options(ring: object, lanes: object, backend: object, seed: object, threads: object) -> None:

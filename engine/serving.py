@@ -65,11 +65,19 @@ class Serving:
         Raises:
             RingkvError: the engine is closed, lies in another process, or is at work further up in this thread.
         """
+        self.check_open()
+        self._check_outside()
+
+    def check_open(self) -> None:
+        """Refuse a closed engine, and one of another process.
+
+        Raises:
+            RingkvError: which of both.
+        """
         if os.getpid() != self._process:
             raise RingkvError("engine: it was made before this process was forked; make it in the process that uses it")
         if self.loop is None or self.loop.closing:
             raise RingkvError("engine: it is closed")
-        self._check_outside()
 
     def _check_outside(self) -> None:
         if self._drive.locked() and self._driver == threading.get_ident():

@@ -276,3 +276,21 @@ def test_a_traced_or_begun_request_starts_at_its_prompt():
         with pytest.raises(RingkvError, match=f"{name}: a snapshot cannot be gone on with by it"):
             engine.stream(half, **options)
     assert isinstance(half, Snapshot)
+
+
+def test_a_closed_engine_goes_on_from_nothing(tmp_path):
+    engine = make_engine("streaming")
+    snapshot = engine.read([1, 2, 3])
+    snapshot.save(tmp_path / "a")
+    engine.close()
+    for use in (
+        lambda: engine.generate(snapshot),
+        lambda: list(engine.stream(snapshot)),
+        lambda: list(engine.resume(snapshot, append=[4])),
+        lambda: engine.resume(tmp_path / "a"),
+        lambda: engine.load(tmp_path / "a"),
+        lambda: engine.read([1, 2, 3]),
+        lambda: list(engine.iterate([snapshot])),
+    ):
+        with pytest.raises(RingkvError, match="^engine: it is closed$"):
+            use()
