@@ -132,11 +132,12 @@ def test_a_saved_text_and_the_rest_of_it_are_the_whole(tmp_path):
     """Oracle: one run of as many tokens."""
     begin, state, rest = (shlex.split(command) for command in COMMANDS if "a.thought" in command)
     printed = run(begin, tmp_path).stdout
-    assert "400 new" in run(state, tmp_path).stdout
+    assert re.search(r"tokens +\d+ prompt, \d+ new", run(state, tmp_path).stdout)
     printed += run(rest, tmp_path).stdout
     whole = [*begin[: begin.index("--max-tokens")], "--max-tokens", "800"]
+    assert rest[-2:] == whole[-2:]
     assert printed == run(whole, tmp_path).stdout
-    assert len(printed) > 1500
+    assert len(printed) > 1000
 
 
 @pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))

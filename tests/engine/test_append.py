@@ -159,5 +159,5 @@ def test_what_cannot_be_put_in_is_refused():
     ):
         with pytest.raises(RingkvError, match=message):
             engine.resume(half, PARAMS, append)
-    with pytest.raises(RingkvError, match="append: '': accepted is a text"):
+    with pytest.raises(RingkvError, match="append = '': accepted is a text"):
         engine.generate(engine.read("Hi", PARAMS).then(""), PARAMS)
