@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,9 @@ import torch
 # Two workers share two cores: one thread each, and for what they start, or they wait for each other.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell that runs the suite in the background has it ignore Ctrl-C, which some tests send to themselves and to others.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No test hangs on how long a machine takes.
 hypothesis.settings.register_profile("ringkv", deadline=None)
