@@ -98,6 +98,8 @@ def set_in(name, where, value):
     "edit, message",
     [
         (lambda path: path.unlink(), "No such file or directory"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "it is no regular file; accepted is"),
+        (lambda path: (path.unlink(), path.mkdir()), "it is no regular file; accepted is"),
         (lambda path: path.write_bytes(b""), "it is no snapshot of ringkv: a header of 0 bytes"),
         (lambda path: path.write_text("hello, this is a text"), "it is no snapshot of ringkv: a header of"),
         (lambda path: path.write_bytes(path.read_bytes()[:-5]), "it is no whole snapshot"),
