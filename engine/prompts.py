@@ -210,7 +210,7 @@ class Prompts:
         if snapshot.tail != "answer":
             raise RingkvError(f"append: it ends with the {snapshot.tail} message; accepted are messages to go on with")
         more: Any = snapshot.more
-        if not isinstance(more, Sequence):
+        if not isinstance(more, Sequence) or isinstance(more, (bytes, bytearray, memoryview)):
             raise RingkvError.bad("append", more, "a text, token ids or messages")
         ids = self._need_tokenizer().encode(more, control=False) if isinstance(more, str) else list(more)
         tokens, passed, ids = list(past.tokens), list(past.passed), self.check_ids(ids) if ids else []

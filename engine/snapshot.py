@@ -169,7 +169,7 @@ class Snapshot:
         """
         kinds = (SafetensorError, ValueError, TypeError, KeyError, RecursionError, RuntimeError, MemoryError)
         with naming(f"snapshot {str(path)!r}", "it is no whole snapshot", kinds):
-            if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would wait for a writer
+            if not stat.S_ISREG(os.stat(os.fspath(path)).st_mode):  # a pipe would wait for a writer
                 raise RingkvError("it is no regular file; accepted is one that --save or Snapshot.save wrote")
             with open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")

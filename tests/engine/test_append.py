@@ -172,6 +172,7 @@ def test_what_cannot_be_put_in_is_refused():
         ([10**9], "prompt: token id = 1000000000: accepted is 0 to"),
         ([{"role": "nobody", "content": "x"}], "messages"),
         (engine, "append"),
+        (b"ab", "append = b'ab': accepted is a text, token ids or messages"),
     ):
         with pytest.raises(RingkvError, match=message):
             engine.resume(half, PARAMS, append)
