@@ -36,7 +36,8 @@ def naming(place: str, broken: str = "", kinds: tuple[type[Exception], ...] = ()
     try:
         yield
     except RingkvError as error:
-        raise RingkvError(f"{place}: {error}") from error
+        told = str(error).removeprefix(f"{place}: ")  # it may know its place itself
+        raise RingkvError(f"{place}: {told}") from error
     except OSError as error:
         raise RingkvError(f"{place}: {error.strerror or error}") from error
     except kinds as error:

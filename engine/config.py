@@ -119,6 +119,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the text, beside the model's own.
         ignore_eos: go on after the model's own ending tokens, and after generation_config's stop strings.
         logprobs: report this many of the likeliest tokens at each place; 0 reports the drawn one alone.
+            One that was put into the answer has an entry without: its logprob is None.
         thinking: True, False or "auto"; goes to the chat template. A prompt without one (raw, or ids) begins a thought
             where it ends with the opening tag; with True, also where its last tag opens further up.
         max_thinking_tokens: the thought is closed after so many tokens.

@@ -171,7 +171,7 @@ class Prompts:
                 ids, inside = [*ids, *tokens, *turn], conversation.begins_inside()
                 past = Past(snapshot, [*snapshot.unread, *turn], changed=True)
             else:
-                past = self._put_in(past, self._stop_ids(snapshot.params, sampling))
+                past = self._put_in(past, self._stop_ids(snapshot.params, sampling), params.logprobs is not None)
         elif snapshot.tail != "answer":
             raise RingkvError(f"append: it ends with the {snapshot.tail} message; accepted are messages to go on with")
         request = self._request(ids, params, sampling, conversation, inside)
@@ -200,13 +200,17 @@ class Prompts:
         conversation = self.conversation([*head, *snapshot.more], params.thinking)
         return conversation, conversation.ids_after(len(head), inside=snapshot.tail == "answer")
 
-    def _put_in(self, past: Past, stop_ids: frozenset[int]) -> Past:
-        """An answer with a text or ids put in behind it."""
+    def _put_in(self, past: Past, stop_ids: frozenset[int], logprobs: bool) -> Past:
+        """An answer with a text or ids put in behind it.
+
+        Args:
+            logprobs: whether they are wanted: what is put in has an entry too, so that each is at its token's place.
+        """
         snapshot = past.snapshot
         if snapshot.tail != "answer":
             raise RingkvError(f"append: it ends with the {snapshot.tail} message; accepted are messages to go on with")
         more: Any = snapshot.more
-        if not isinstance(more, Sequence):
+        if not isinstance(more, Sequence) or isinstance(more, (bytes, bytearray, memoryview)):
             raise RingkvError.bad("append", more, "a text, token ids or messages")
         ids = self._need_tokenizer().encode(more, control=False) if isinstance(more, str) else list(more)
         tokens, passed, ids = list(past.tokens), list(past.passed), self.check_ids(ids) if ids else []
@@ -226,7 +230,7 @@ class Prompts:
             tokens=[*tokens, *ids],
             forced=[*forced, *range(at, at + len(ids))],
             passed=passed,
-            logprobs=past.logprobs[:at],
+            logprobs=[*past.logprobs[:at], *({"id": id, "logprob": None, "top": []} for id in ids if logprobs)],
         )
 
     def _check_past(self, past: Past, request: Request) -> None:
@@ -240,7 +244,7 @@ class Prompts:
         ends = (token for at, token in enumerate(past.tokens[:-1]) if token in request.stop_ids and at not in passed)
         if (ending := next(ends, None)) is not None:
             raise RingkvError(f"stop_token_ids: the answer has token {ending} already, which ends it with these params")
-        if past.tokens and request.params.logprobs is not None and past.snapshot.params.logprobs is None:
+        if past.snapshot.tokens and request.params.logprobs is not None and past.snapshot.params.logprobs is None:
             raise RingkvError.bad("logprobs", request.params.logprobs, "None, as the snapshot was drawn with")
 
     def encode(self, messages: Sequence[Message], thinking: bool | str = "auto") -> list[int]:

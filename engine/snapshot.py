@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import stat
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +117,12 @@ class Snapshot:
 
         A text is put into the answer as if the model had written it, as token ids are; a token that ended the answer
         gives way to it. Messages are further turns: the answer is over, and the next one begins.
+
+        Raises:
+            RingkvError: something is to be read already.
         """
+        if self.more is not None:
+            raise RingkvError("append: something is to be read already; accepted is all at once, or Engine.read first")
         return dataclasses.replace(self, more=more)
 
     def save(self, path: str | os.PathLike[str], field: str = "snapshot") -> None:
@@ -163,6 +169,8 @@ class Snapshot:
         """
         kinds = (SafetensorError, ValueError, TypeError, KeyError, RecursionError, RuntimeError, MemoryError)
         with naming(f"snapshot {str(path)!r}", "it is no whole snapshot", kinds):
+            if not stat.S_ISREG(os.stat(os.fspath(path)).st_mode):  # a pipe would wait for a writer
+                raise RingkvError("it is no regular file; accepted is one that --save or Snapshot.save wrote")
             with open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= MOST_HEADER:

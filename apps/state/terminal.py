@@ -23,7 +23,8 @@ def show_state(path: Path, json: bool) -> None:
         return
     about, tokens = snapshot.about, facts["tokens"]
     given = {name: value for name, value in facts["params"].items() if value not in (None, (), "", False)}
-    dtype = " weights, computed in ".join(map(str, about.get("dtype", [])))
+    dtypes = about.get("dtype")
+    dtype = " weights, computed in ".join(map(str, dtypes if isinstance(dtypes, list) else [dtypes]))
     rows = {
         "model": f"{about.get('model')} (digest {about.get('digest')}, {dtype}, backend {about.get('backend')})",
         "ring": f"budget {about.get('budget')} + window {about.get('window')}, sinks {about.get('sinks')}, "

@@ -149,6 +149,22 @@ def test_a_head_is_read_once(head):
             engine.resume(read, PARAMS, append)
 
 
+def test_logprobs_stay_at_the_places_of_their_tokens():
+    """Of an answer, and of a prompt that was only read. Oracle: the ids of the answer, and the greedy choice."""
+    engine = make_engine()
+    params = PARAMS.replace(logprobs=1)
+    for start in (engine.generate("Hi", params.replace(max_tokens=6), keep=True).snapshot, engine.read("Hi", PARAMS)):
+        at = len(start.tokens)
+        first = resumed(engine, start, params.replace(max_tokens=12), "abc")
+        done = resumed(engine, first.snapshot, params.replace(max_tokens=20), "de")
+        assert [each["id"] for each in done.logprobs] == done.token_ids
+        assert len(done.token_ids) == 20
+        put = [*range(at, at + 3), 12, 13]
+        assert [place for place, each in enumerate(done.logprobs) if each["logprob"] is None] == put
+        for place, each in enumerate(done.logprobs):
+            assert each["top"] == ([] if place in put else [[each["id"], each["logprob"]]])
+
+
 def test_what_cannot_be_put_in_is_refused():
     engine = make_engine()
     half = engine.generate("Hi", PARAMS.replace(max_tokens=6), keep=True).snapshot
@@ -156,8 +172,11 @@ def test_what_cannot_be_put_in_is_refused():
         ([10**9], "prompt: token id = 1000000000: accepted is 0 to"),
         ([{"role": "nobody", "content": "x"}], "messages"),
         (engine, "append"),
+        (b"ab", "append = b'ab': accepted is a text, token ids or messages"),
     ):
         with pytest.raises(RingkvError, match=message):
             engine.resume(half, PARAMS, append)
+    with pytest.raises(RingkvError, match="append: something is to be read already"):  # it would be lost
+        engine.resume(half.then("a"), PARAMS, "b")
     with pytest.raises(RingkvError, match="append = '': accepted is a text"):
         engine.generate(engine.read("Hi", PARAMS).then(""), PARAMS)

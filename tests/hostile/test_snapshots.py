@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -16,6 +17,7 @@ import torch
 from bounded import run_bounded
 from forged import put_together, take_apart
 from ringkv import Engine, RingConfig, RingkvError, SamplingParams, Snapshot
+from ringkv.apps.state.terminal import show_state
 from ringkv.files import beside
 from tiny import tiny_config, tiny_decoder, tiny_weights
 
@@ -98,6 +100,8 @@ def set_in(name, where, value):
     "edit, message",
     [
         (lambda path: path.unlink(), "No such file or directory"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "it is no regular file; accepted is"),
+        (lambda path: (path.unlink(), path.mkdir()), "it is no regular file; accepted is"),
         (lambda path: path.write_bytes(b""), "it is no snapshot of ringkv: a header of 0 bytes"),
         (lambda path: path.write_text("hello, this is a text"), "it is no snapshot of ringkv: a header of"),
         (lambda path: path.write_bytes(path.read_bytes()[:-5]), "it is no whole snapshot"),
@@ -108,6 +112,10 @@ def set_in(name, where, value):
         (edited(lambda about, tensors: about["params"].update(top_p=7)), "top_p = 7: accepted is a number from 0 to 1"),
         (edited(lambda about, tensors: about["params"].update(x=7)), "params: x is not known"),
         (edited(lambda about, tensors: about["about"].update(digest="0")), "model digest is '0', and this engine's is"),
+        (
+            edited(lambda about, tensors: about["about"].update(budget=5, dtype=7)),
+            "budget is 5, and this engine's is 24",
+        ),
         (edited(lambda about, tensors: tensors.pop("order")), "tensor order is missing"),
         (edited(lambda about, tensors: tensors.update(x=torch.ones(2))), "tensor x is unknown"),
         (set_in("order", (0, 0, 0), 99), "order is not a permutation of the slots"),
@@ -125,8 +133,20 @@ def test_a_file_that_is_not_right_is_named(engine, file, edit, message):
     with pytest.raises(RingkvError) as error:
         engine.resume(file)
     assert message in str(error.value)
-    assert str(file) in str(error.value)
+    assert str(error.value).count(str(file)) == 1
     assert "\n" not in str(error.value)
+    show_state_or_refuse(file)
+
+
+def show_state_or_refuse(file):
+    with contextlib.suppress(RingkvError):
+        show_state(file, json=False)
+
+
+def test_a_number_is_no_path(engine):
+    """It would be the descriptor of an open file, which would be closed."""
+    with pytest.raises(RingkvError, match="it is no whole snapshot"):
+        engine.resume(0)
 
 
 @pytest.mark.parametrize(
