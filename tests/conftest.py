@@ -19,8 +19,10 @@ import torch
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that runs the suite in the background has it ignore Ctrl-C, which some tests send to themselves and to others.
+# A shell that runs the suite in the background has it ignore what its keys send, and some tests send that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGQUIT"):
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # No test hangs on how long a machine takes.
 hypothesis.settings.register_profile("ringkv", deadline=None)

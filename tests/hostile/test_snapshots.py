@@ -89,6 +89,14 @@ def edited(change):
     return edit
 
 
+def replaced(make):
+    def edit(path):
+        path.unlink()
+        make(path)
+
+    return edit
+
+
 def set_in(name, where, value):
     def change(about, tensors):
         tensors[name][where] = value
@@ -100,8 +108,8 @@ def set_in(name, where, value):
     "edit, message",
     [
         (lambda path: path.unlink(), "No such file or directory"),
-        (lambda path: (path.unlink(), os.mkfifo(path)), "it is no regular file; accepted is"),
-        (lambda path: (path.unlink(), path.mkdir()), "it is no regular file; accepted is"),
+        (replaced(os.mkfifo), "it is no regular file; accepted is"),
+        (replaced(os.mkdir), "it is no regular file; accepted is"),
         (lambda path: path.write_bytes(b""), "it is no snapshot of ringkv: a header of 0 bytes"),
         (lambda path: path.write_text("hello, this is a text"), "it is no snapshot of ringkv: a header of"),
         (lambda path: path.write_bytes(path.read_bytes()[:-5]), "it is no whole snapshot"),
