@@ -12,10 +12,8 @@ from ringkv.apps.console import print_json, print_stats, summary
 from ringkv.apps.options import SAMPLING_FIELDS, Options, check_output, read_text
 from ringkv.apps.process import INTERRUPTED, interrupt_cancels, note, say
 from ringkv.apps.trace.trace import Trace
-from ringkv.engine import Completion, SamplingParams, Snapshot, StreamEvent
+from ringkv.engine import UNFINISHED, Completion, SamplingParams, Snapshot, StreamEvent
 from ringkv.errors import RingkvError, check_int
-
-UNFINISHED = ("length", "cancelled")
 
 
 @dataclass(frozen=True)

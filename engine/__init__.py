@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ringkv.engine.calibration import calibrate
-    from ringkv.engine.completion import Completion, StreamEvent
+    from ringkv.engine.completion import UNFINISHED, Completion, StreamEvent
     from ringkv.engine.config import LANE_LIMIT, RingConfig, SamplingParams
     from ringkv.engine.cost import bytes_read
     from ringkv.engine.engine import Engine
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "engine.calibration": "calibrate",
-    "engine.completion": "Completion StreamEvent",
+    "engine.completion": "UNFINISHED Completion StreamEvent",
     "engine.config": "LANE_LIMIT RingConfig SamplingParams",
     "engine.cost": "bytes_read",
     "engine.engine": "Engine",

@@ -9,6 +9,8 @@ from typing import Any
 from ringkv.engine.record import Record
 from ringkv.engine.snapshot import Snapshot
 
+UNFINISHED = ("length", "cancelled")  # the finish reasons of a text that can be gone on with
+
 
 @dataclass(frozen=True)
 class Completion:

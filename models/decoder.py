@@ -14,7 +14,7 @@ from ringkv.kernels.blocks import blocks
 from ringkv.kernels.rotate import Angles, split_rotate
 from ringkv.kernels.table import add_rms_norm, silu_mul
 from ringkv.models.config import ModelConfig, MoeConfig
-from ringkv.models.digest import digest, sample
+from ringkv.models.digest import digest, mark
 from ringkv.models.linear import AnyLinear, Linear, PackedLinear
 from ringkv.models.moe import SparseMlp
 from ringkv.models.rope import Rope
@@ -83,7 +83,7 @@ class Decoder:
         self._experts: dict[str, tuple[Tensor, Tensor]] = {}  # gate and up, and down, of all experts of an MLP
         # Products that are packed, the head first, with the rows that each name has of them.
         self._packed: list[tuple[PackedLinear, Mapping[str, int]]] = []
-        self._samples: dict[str, bytes] = {}  # of what was read, for the digest: packing loses the numbers
+        self._marks: dict[str, bytes] = {}  # of what was read, for the digest: packing loses the numbers
         self._digest: str | None = None
         self.rope = Rope(config.rope, config.head_dim, config.max_position_embeddings, device)
         self.embedding = self._parameter(EMBEDDING, config.vocab_size, config.hidden_size, dtype=self.weight_dtype)
@@ -115,28 +115,28 @@ class Decoder:
             read: fills the view that it is given with the tensor of this name.
         """
         self.torn = True
-        self._samples, self._digest = {}, None
+        self._marks, self._digest = {}, None
 
-        def sampled(name: str, view: Tensor) -> None:
+        def read_and_mark(name: str, view: Tensor) -> None:
             read(name, view)
             if not view.is_meta:
-                self._samples[name] = sample(view)
+                self._marks[name] = mark(view)
 
         with torch.no_grad():
             for name, view in self._views():
-                sampled(name, view)
+                read_and_mark(name, view)
             # The head comes first and has memory of its own to be read into: it is far larger than the others, and
             # there must be room for it twice.
             for products in (self._packed[:1], self._packed[1:]):
-                self._pack(products, sampled)
+                self._pack(products, read_and_mark)
         self.torn = False
 
     @property
     def digest(self) -> str:
         """Which model this is; see ``ringkv.models.digest``. The weights are looked at once each time they are set."""
         if self._digest is None:
-            samples = self._samples or {name: sample(view) for name, view in self._views()}
-            self._digest = digest(self.config, samples)
+            marks = self._marks or {name: mark(view) for name, view in self._views()}
+            self._digest = digest(self.config, marks)
         return self._digest
 
     def _views(self) -> Iterator[tuple[str, Tensor]]:

@@ -23,15 +23,20 @@ def sample(weights: Tensor) -> bytes:
     return bytes(some.where(some.abs() >= _LEAST, 0.0).to(torch.bfloat16).view(torch.int16).numpy())
 
 
-def digest(config: ModelConfig, samples: Mapping[str, bytes]) -> str:
+def mark(weights: Tensor) -> bytes:
+    """The sample of a tensor, hashed: a mixture has tens of thousands of tensors, and all of this is kept."""
+    return hashlib.sha256(sample(weights)).digest()
+
+
+def digest(config: ModelConfig, marks: Mapping[str, bytes]) -> str:
     """16 hex digits that tell a model from others, and from a fine-tune of it.
 
     Args:
         config: all of it counts but the checkpoint's own dtype and the tokens that end a text.
-        samples: of every tensor of the checkpoint, by name.
+        marks: of every tensor of the checkpoint, by name.
     """
     sizes = dataclasses.asdict(dataclasses.replace(config, dtype="", eos_ids=()))
     sha = hashlib.sha256(json.dumps(sizes, sort_keys=True).encode())
-    for name in sorted(samples):
-        sha.update(f"{name} {len(samples[name])} ".encode() + samples[name])
+    for name in sorted(marks):
+        sha.update(f"{name} {len(marks[name])} ".encode() + marks[name])
     return sha.hexdigest()[:16]

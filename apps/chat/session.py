@@ -15,6 +15,7 @@ from ringkv.apps.chat.transcript import PARAMS, Messages, read_transcript, ring_
 from ringkv.engine import (
     ANSWER,
     THINKING,
+    UNFINISHED,
     Completion,
     Engine,
     Progress,
@@ -26,7 +27,6 @@ from ringkv.engine import (
 from ringkv.errors import RingkvError, naming
 
 Events = Generator[StreamEvent, None, None]
-_UNFINISHED = ("length", "cancelled")
 
 
 @dataclass
@@ -202,7 +202,7 @@ class ChatSession:
                 return
             answer.seed = done.ring["seed"]
         answer.ring = None if done is None else done.snapshot
-        answer.unfinished = done is None or done.finish_reason in _UNFINISHED
+        answer.unfinished = done is None or done.finish_reason in UNFINISHED
         self._answer = answer
         self.turns = [*answer.turns, {"role": "assistant", "content": answer.text}]
 
@@ -294,7 +294,7 @@ class ChatSession:
         self.system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
         self.turns, self.params = messages, params
         if ring is not None and messages:
-            ids, unfinished = list(ring.tokens), ring.ended in _UNFINISHED
+            ids, unfinished = list(ring.tokens), ring.ended in UNFINISHED
             answer = _Answer(messages[:-1], [], params.thinking, ids, messages[-1]["content"], seed=ring.seed)
             self._answer = dataclasses.replace(answer, ring=ring, unfinished=unfinished)
             self._on_ring = True

@@ -21,7 +21,7 @@ def take_apart(path: Path) -> Parts:
     """The JSON of a file, and its tensors."""
     with safe_open(path, framework="pt") as file:
         about = json.loads(file.metadata()["about"])
-        return about, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        return about, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no mapping
 
 
 def put_together(path: Path, about: Any, tensors: dict[str, Tensor], crc: str | None = None, **head: str) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +33,14 @@ SHAPES = [
     (111, 16, 256, torch.float32),
     (63, 1, 96, torch.float32),
 ]
+
+
+def rows_of(script: Path, folder: Path) -> list[dict[str, Any]]:
+    """The JSON lines that a script prints, in a process where kernels are compiled and not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, script], env=environment, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from kernel_checks import rows_of
 
 SHARED = {
     "90": 227 << 10,
@@ -23,16 +21,7 @@ SHARED = {
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """One for each kernel, model and target. In a process of its own: where the interpreter runs, nothing compiles."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("aot.py")],
-        env=environment,
-        cwd=tmp_path_factory.mktemp("aot"),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return rows_of(Path(__file__).with_name("aot.py"), tmp_path_factory.mktemp("aot"))
 
 
 def test_figures(rows):

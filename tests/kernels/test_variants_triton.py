@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from kernel_checks import rows_of
 from ringkv.engine.policies import POLICIES
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """One for each policy and number of lanes. In a process of its own: the interpreter has no variants."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("variants.py")],
-        env=environment,
-        cwd=tmp_path_factory.mktemp("variants"),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return rows_of(Path(__file__).with_name("variants.py"), tmp_path_factory.mktemp("variants"))
 
 
 def test_no_variant_is_new_after_the_warm_up(rows):
